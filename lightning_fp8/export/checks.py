@@ -136,7 +136,7 @@ def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored])
             if name in kinds and (placed.shapes[name], _kind(kinds[name])) != (tuple(tensor.shape), _kind(tensor.dtype))
         ),
     )
-    in_part = {}
+    in_part: dict[str, set[bool]] = {}
     for piece in placed.pieces:
         in_part.setdefault(piece.target, set()).add(stored[piece.name].dtype == E4M3.dtype)
     yield "are in FP8 in part", (name for name, found in in_part.items() if len(found) > 1)

@@ -126,8 +126,7 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
                         parts[target] = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
                     parts[target][at] = values[of].to(weight.device, weight.dtype)
                 else:
-                    # not indexed where it is whole: the version of a view would count twice
-                    (weight if weight.shape == values.shape else weight[at]).copy_(values[of])
+                    weight[at].copy_(values[of])
                 left[target] -= 1
                 if not left[target] and target in kept:
                     _keep(source, target, weight, parts.pop(target), kept[target])

@@ -42,6 +42,7 @@ from lightning_fp8.modules.frozen_layers import free_masters
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path, without_wrappers
 from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import tensor_name
 
@@ -106,10 +107,10 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
         _check_recipe(recipe, source.scheme, file)
     plain = _plain_layers(model, plan.layers, {*in_fp8, *source.exact})
     products = products_of(model, plain)
-    settings = {"recipe": recipe, "min_features": 0, "frozen_weights": "fp8" if frozen else None}
+    frozen_weights: FrozenWeights | None = "fp8" if frozen else None
     inputs = _inputs(source, in_fp8, products, recipe)
     refuse(file, misfits_of_layers(source.exact or inputs, products))
-    conversion_plan(model, plain, **settings).check()
+    conversion_plan(model, plain, recipe=recipe, min_features=0, frozen_weights=frozen_weights).check()
     if frozen:
         refuse(file, misfits_of_merges(source, in_fp8, products))
     again = _check_values(source, own, recipe, frozen)
@@ -119,7 +120,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     if frozen:
         model.requires_grad_(False)
         devices = without_memory(model, in_fp8)
-    convert(model, ignore_modules=plain, **settings)
+    convert(model, recipe, plain, min_features=0, frozen_weights=frozen_weights)
     kept = _kept(products, devices)
     fill(model, source, kept, devices)
     for module, name, buffer in buffers:
@@ -254,7 +255,9 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
     for name, codes in source.shards.tensors(by_name):
         scale = source.scales[name]
         largest[name] = scale.largest_codes(codes)
-        if not frozen and not scale.keeps(codes, source.values(name, codes).to(dtypes[name])):
+        if frozen or scale.is_kept_in(dtypes[name]):
+            continue
+        if not scale.keeps(codes, source.values(name, codes).to(dtypes[name])):
             lost.append(f"{name} ({dtype_name(dtypes[name])})")
     refuse(source.path, misfits_of_codes(largest, source.scales, dtypes))
     refuse(source.path, misfits_of_values(source, own, lost))

@@ -1,8 +1,8 @@
 """Where the tensors of a checkpoint are in a model: under the same names, or as transformers 5 renames and merges them.
 
 The rules of transformers are transforms, ``conversion_mapping.get_model_conversion_mapping``. A tensor of a file is a
-part of a tensor of the model, or the other way round, so each rule becomes pairs of slices. They hold in both directions:
-a writer finds in them the tensors of the file.
+part of a tensor of the model, or the other way round, so each rule becomes pairs of slices. They hold in both
+directions: a writer finds in them the tensors of the file.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class _Rules:
 
     def __init__(self, root: Any, own: Mapping[str, Shape]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, rename_source_key
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-        self.root, self.own, self._rename = root, own, rename_source_key
+        self.root, self.own, self._rename = root, dict(own), rename_source_key
         rules = get_model_conversion_mapping(root)
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         left_out = list(root._keys_to_ignore_on_load_unexpected or ())
         # buffers that files had once, which `from_pretrained` leaves out too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 MODELOPT_FILE = "hf_quant_config.json"
 # the length of the longest header that safetensors reads
 _LARGEST_JSON = 100_000_000
+_AT_ONCE = 2**25
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {
     "F64": torch.float64,
@@ -117,18 +119,28 @@ class Shards:
             raise ValueError(f"load_exported: {file}: tensors that {what}: {listed(wrong)}.")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, file by file; each is a view of the file, to be read or copied before the next file."""
-        by_file: dict[Path, list[str]] = {}
+        """These tensors, file by file; each is a view of the file, to be read or copied before the next one.
+
+        A file is opened anew after each 32 MiB, because what has been read of it is memory of the process until then.
+        """
+        by_file: dict[Path, list[list[str]]] = {}
+        left: dict[Path, int] = {}
         for name in names:
-            by_file.setdefault(self.stored[name].file, []).append(name)
+            file, dtype, shape = self.stored[name]
+            left[file] = left.get(file, 0) - math.prod(shape) * dtype.itemsize
+            if left[file] < 0 or file not in by_file:
+                by_file.setdefault(file, []).append([])
+                left[file] = _AT_ONCE
+            by_file[file][-1].append(name)
         safetensors = import_safetensors()
-        for file, held in by_file.items():
-            try:
-                with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
-                    for name in held:
-                        yield name, opened.get_tensor(name)
-            except (safetensors.SafetensorError, OSError) as error:
-                raise _damaged(file, error) from error
+        for file, parts in by_file.items():
+            for part in parts:
+                try:
+                    with safetensors.safe_open(file, framework="pt", device="cpu") as opened:
+                        for name in part:
+                            yield name, opened.get_tensor(name)
+                except (safetensors.SafetensorError, OSError) as error:
+                    raise _damaged(file, error) from error
 
 
 def header_of(file: Path) -> bytes:

@@ -18,6 +18,8 @@ from lightning_fp8.export.scheme import Kind
 from lightning_fp8.ops.amaxes import BLOCK, by_element
 from lightning_fp8.ops.formats import E4M3
 
+# with which the smallest code is a normal number in bf16
+_NORMAL = 2.0**-117
 # the bits of a code without its sign
 _MAGNITUDE = 0x7F
 NAN_CODE = 0x7F
@@ -46,8 +48,12 @@ class Scale(NamedTuple):
         values = numbers * self._by_element(codes)
         return values if amax is None else torch.where(numbers.abs() == E4M3.max, numbers.sign() * amax, values)
 
+    def is_kept_in(self, dtype: torch.dtype) -> bool:
+        """Whether values in this dtype become any codes again when they are divided by the scale."""
+        return dtype != torch.float16 and bool((self.values >= _NORMAL).all())
+
     def keeps(self, codes: Tensor, values: Tensor) -> bool:
-        """Whether values of any dtype are finite and become these codes when they are divided by the scale."""
+        """Whether these values are finite and become these codes when they are divided by the scale."""
         again = self.codes(values)
         return bool(values.isfinite().all()) and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 

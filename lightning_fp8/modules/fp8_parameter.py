@@ -140,8 +140,9 @@ class Content:
                 missing = torch.Size(-size % length if at == dim else other for at, other in enumerate(codes.shape))
                 codes = torch.cat((codes, codes.new_zeros(missing)), dim).unflatten(dim, (-1, length)).amax(dim + 1)
         amaxes = (codes.view(self.format.dtype).float() * scale_inv).flatten()
-        at = amaxes.argmax()
-        return amaxes[at], scale_inv.flatten()[at].reciprocal()
+        # an index would wait for a GPU
+        at = amaxes.argmax()[None]
+        return amaxes.index_select(0, at)[0], scale_inv.flatten().index_select(0, at)[0].reciprocal()
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Content:
         """A copy with ``function`` applied to each tensor, for example to move it to another device."""

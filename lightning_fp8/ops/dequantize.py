@@ -1,4 +1,4 @@
-"""The values of FP8 codes in fp32: on the CPU exact, but for a power of two."""
+"""The values of FP8 codes on the CPU, in fp32: exact, but for a power of two."""
 
 from __future__ import annotations
 
@@ -35,11 +35,8 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
 
 
 def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
-    """``code * scale_inv`` in fp32, on any device; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
-    scales = by_element(scale_inv, payload)
-    if payload.device.type != "cpu":
-        return payload.view(FORMATS[format].dtype).float().mul_(scales)
-    return dequantize(payload, format).mul_(scales * DEQUANTIZED_SHIFT[format])
+    """``code * scale_inv`` in fp32; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
+    return dequantize(payload, format).mul_(by_element(scale_inv, payload) * DEQUANTIZED_SHIFT[format])
 
 
 def keep_values(operand: Fp8Operand) -> None:

@@ -117,6 +117,10 @@ def long_header(folder: Path) -> None:
     (folder / SECOND).write_bytes(struct.pack("<Q", 2**60) + b"{}")
 
 
+def turned(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
 def holds_codes(code: int) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
         tensor.view(torch.uint8)[140, 199] = code
@@ -136,7 +140,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an infinite scale": (with_scale(float("inf")), RULE + r"inf\)"),
     "a tiny scale": (with_scale(1e-40), RULE),
     "no scale": (dropped("0.weight_scale_inv"), LACKS + r"\.$"),
-    "a scale for each of other blocks": (changed("0.weight_scale_inv", lambda t: t[:1]), LACKS + r" \(\(1, 2\) float32\)"),
+    "scales of other blocks": (changed("0.weight_scale_inv", lambda t: t[:1]), LACKS + r" \(\(1, 2\) float32\)"),
     "turned scales": (changed("0.weight_scale_inv", lambda t: torch.ones(2, 3)), LACKS + r" \(\(2, 3\) float32\)"),
     "integer scales": (changed("0.weight_scale_inv", lambda t: t.to(torch.int32)), LACKS + r" \(\(2, 2\) int32\)"),
     "scales of 8 bits": (
@@ -144,7 +148,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a code that is NaN": (changed("0.weight", holds_codes(0x7F)), r"hold codes that are NaN: 0\.weight\.$"),
     "a code that is negative NaN": (changed("0.weight", holds_codes(0xFF)), r"hold codes that are NaN: 0\.weight\.$"),
-    "turned codes": (changed("2.weight", lambda t: t.view(torch.uint8).t().contiguous().view(t.dtype)), LACKS.replace("0", "2")),
+    "turned codes": (changed("2.weight", turned), LACKS.replace("0", "2")),
     "codes in one dimension": (changed("0.weight", lambda t: t.flatten()), LACKS),
     "a lost bias": (dropped("2.bias"), r"the model has and the file lacks: 2\.bias\.$"),
     "a lost buffer": (dropped("3.running_mean"), r"the model has and the file lacks: 3\.running_mean\.$"),
@@ -157,7 +161,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         changed("2.bias", lambda tensor: None), r"are not in the file that the index names: 2\.bias \(model-0000"
     ),
     "a tensor that the index lacks": (
-        lambda folder: index_in(folder, lambda files: files.pop("2.bias")), r"in the files and not in the index: 2\.bias"
+        lambda folder: index_in(folder, lambda files: files.pop("2.bias")), r"the files and not in the index: 2\.bias"
     ),
     "a tensor in two files": (copied, r"are in another file too: 2\.bias \(model-00001-of"),
     "a file above": (in_index("../in/" + FIRST), OUTSIDE),
@@ -168,20 +172,20 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no name": (in_index(""), ONLY),
     "a null byte": (in_index("x\0.safetensors"), OUTSIDE),
     "a file that does not exist": (in_index("x.safetensors"), r"There is no x\.safetensors in .*index\.json names it"),
-    "a pickle": (in_index("x.bin"), r"names 'x\.bin'\. Only safetensors files are read: loading a pickle can run any c"),
+    "a pickle": (in_index("x.bin"), r"names 'x\.bin'\. Only safetensors files are read: loading a pickle can run "),
     "pickles alone": (pickled, r"has no model\.safetensors, and holds pytorch_model\.bin\. Only safetensors files"),
     "a link out of the folder": (moved_out, r"is a link to .*elsewhere\.safetensors, outside of the folder"),
-    "a number for a file": (lambda f: index_in(f, lambda files: files.update({"0.weight": 3})), r"must have a `weight_map`"),
+    "a number for a file": (lambda f: index_in(f, lambda files: files.update({"0.weight": 3})), r"a `weight_map` with"),
     "no map": (lambda folder: (folder / INDEX).write_text("{}"), r"must have a `weight_map` with the name of a file"),
     "an index of brackets": (lambda folder: (folder / INDEX).write_text("[" * 10**6), r"is not valid JSON"),
-    "a config of brackets": (lambda f: (f / "config.json").write_text('{"a":' * 10**6), r"config\.json is not valid JSON"),
+    "a config of brackets": (lambda f: (f / "config.json").write_text('{"a":' * 10**6), r"config\.json is not val"),
     "a number of a million digits": (lambda f: (f / INDEX).write_text("1" * 10**6), r"index\.json is not valid JSON"),
     "an index with a name twice": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}'),
         r"it has two entries x",
     ),
     "a huge index": (lambda folder: os.truncate(folder / INDEX, 2**32), r"has 4294967296 bytes; at most 100000000"),
-    "both forms": (lambda folder: save_file({}, folder / "model.safetensors"), r"holds both model\.safetensors and model"),
+    "both forms": (lambda folder: save_file({}, folder / "model.safetensors"), r"holds both model\.safetensors and "),
     "a file that is cut by a byte": (cut(1), r"is damaged or not a safetensors file"),
     "a file that is cut": (cut(1000), r"is damaged or not a safetensors file"),
     "an empty file": (lambda folder: (folder / SECOND).write_bytes(b""), r"is damaged or not a safetensors file"),

@@ -154,7 +154,7 @@ def test_scales_of_a_cache_are_left_out_if_the_config_has_one(tmp_path: Path) ->
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()])
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_a_frozen_base_runs_with_any_recipe(kind: str, recipe: Recipe, tmp_path: Path) -> None:
-    tensors = {name: t for name, t in small_mlp().state_dict().items()}
+    tensors = dict(small_mlp().state_dict())
     strategy = {kind: strategy for strategy, kind in KINDS.items()}[kind]
     held = quantized(tensors, kind, "weight_scale", "input_scale")
     write(tmp_path, held.tensors, compressed_tensors(strategy, False))

@@ -36,11 +36,17 @@ def in_numpy(codes: Tensor, scale_inv: Tensor) -> np.ndarray:
     return code_values("e4m3").astype(np.float32)[codes.numpy()] * scales
 
 
-def with_codes(layer: nn.Module, kind: str, name: str = "weight", dtype: torch.dtype = torch.float32) -> Any:
-    """The layer with such a weight, and the same layer with a master of its values."""
+def with_codes(
+    layer: nn.Module,
+    kind: str,
+    name: str = "weight",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Any:
+    """The layer with such a weight."""
     weight = getattr(layer, name)
     k_by_n = type(layer).__name__ == "Conv1D"
-    codes, scale_inv = published(kind, *(reversed(weight.shape) if k_by_n else weight.shape))
+    codes, scale_inv = (one.to(device) for one in published(kind, *weight.shape[:: -1 if k_by_n else 1]))
     setattr(layer, name, from_codes(codes, scale_inv, dtype, name, k_by_n))
     return layer
 

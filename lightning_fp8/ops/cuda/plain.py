@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, as_asked, max_abs, record_amax, scale_of_current, update_scales
+from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
 from lightning_fp8.runtime.warn_once import warn_once
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
@@ -39,12 +39,14 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 def cast_gradient(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The cast of dy, or of the gradient of h from it, with the scale_inv of each payload, here the same; and with
+    ``bias`` its column sums, ``[N] float32``, else an empty tensor."""
     if h is not None:
         dy = activation_gradient(h, dy, activation)
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
-    return (*cast(dy, slot, "none", layout), db)
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    rows, columns, scale_inv = cast(dy, slot, "none", layout)
+    return rows, columns, scale_inv, scale_inv, db
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
@@ -117,14 +119,20 @@ def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype
 
 
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See :func:`lightning_fp8.ops.reference.scaled_mm_dequantized`. Warns once on a GPU: FP8 products are faster."""
+    """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
     if a.payload.is_cuda:
         warn_once(
             "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
             " change within 128 elements of the sum, as in gradients of inputs of a weight with a scale for each row,"
             " and all others where neither lightning_fp8 nor cuBLASLt multiplies blocks of these formats."
         )
-    return reference.scaled_mm_dequantized(a, b, bias, out_dtype)
+    k = min(a.payload.shape[1], b.payload.shape[1])
+    codes = ((one.payload[:, :k].view(FORMATS[one.format].dtype).float(), one.scale_inv) for one in (a, b))
+    a_values, b_values = (values.mul_(by_element(scale, values)).to(out_dtype) for values, scale in codes)
+    out = a_values.new_empty(len(a_values), len(b_values))
+    # autocast leaves the `out=` form alone
+    addend = out if bias is None else bias.to(out_dtype)
+    return torch.addmm(addend, a_values, b_values.t(), beta=int(bias is not None), out=out)
 
 
 def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
