@@ -65,11 +65,9 @@ def load(folder: str, precision: str) -> Any:
     if not precision.startswith("fp8"):
         quantization = FineGrainedFP8Config(dequantize=True)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization)
-    config = AutoConfig.from_pretrained(folder)
-    # the files say how they are quantized; the model is built as a plain one, and has no memory before it is read
-    del config.quantization_config
+    # it takes no memory before it is read
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     return load_exported(model, folder, frozen=True)
 
 
