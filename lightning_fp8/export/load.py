@@ -131,6 +131,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
             if isinstance(layer, Fp8Module):
                 free_masters(layer)
         _sources[without_wrappers(model)] = source
+    else:
+        _sources.pop(without_wrappers(model), None)
     if rounded := [target for target in again if target not in kept]:
         warnings.warn(
             f"load_exported: {file}: {len(rounded)} weights are rounded to FP8 a second time, because a weight here is"

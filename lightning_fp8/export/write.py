@@ -1,4 +1,4 @@
-"""Export of a trained model with FP8 weights and their scales, in the layout that vLLM reads."""
+"""Export of a trained model with FP8 weights and their scales, in the layouts that others read."""
 
 from __future__ import annotations
 
@@ -72,15 +72,21 @@ def export(
     no multiples of 128 under ``BlockScaling``. vLLM fuses q, k and v (also gate and up), with the largest of their
     scales, and accepts them only if all or none are in FP8.
 
+    A base that ``load_exported(..., frozen=True)`` has read is written back with ``layout=None``, or with the layout
+    that it has: the same files, byte for byte, where nothing has changed. Weights that have, as by merging an adapter,
+    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. In another layout, or
+    with a ``dtype``, one file gets the same codes and scales under the checkpoint's names.
+
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
 
     Args:
-        model: a converted model after at least one optimizer step.
+        model: a converted model after at least one optimizer step, or one that was read.
         path: a folder; created if needed.
         layout: ``"hf-fp8"``, as DeepSeek-V3 and Qwen3 are published and transformers reads them;
             ``"compressed-tensors"`` (``float-quantized``), also with scales of rows and with incomplete blocks; None
-            for vLLM's ``fp8``, with metadata by which ``load_exported`` restores the scales bit for bit.
+            for the layout that was read, or else vLLM's ``fp8``, with metadata by which ``load_exported`` restores the
+            scales bit for bit.
         dtype: dtype of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored
             dtypes, and with them bit-identical outputs.
         overwrite: replace an existing export.
@@ -95,8 +101,8 @@ def export(
         ValueError: for another ``layout``, or one that has no place for these scales or layers; for a model without FP8
             layers, tensors without a history, parameters that are not finite, a recipe whose forward is not E4M3, one
             that scales inputs by their own values with a margin, scales outside of 2**-118 to 2**118, ``BlockScaling``
-            without a weight whose sizes are multiples of 128, or two tensors with the same name; the message names
-            them.
+            without a weight whose sizes are multiples of 128, two tensors with the same name, or a base that has other
+            tensors than its checkpoint; the message names them.
     """
     import_safetensors()
     into = layout_named(layout)

@@ -57,7 +57,7 @@ class Base:
         self._pieces: dict[str, list[Piece]] = {}
         for piece in source.placed.pieces:
             self._pieces.setdefault(piece.name, []).append(piece)
-        targets = {piece.target for piece in source.placed.pieces}
+        targets = dict.fromkeys(piece.target for piece in source.placed.pieces)
         there = {memory_of(tensor) for name, tensor in self._own.items() if name in targets}
         others = [name for name, one in self._own.items() if name not in targets and memory_of(one) not in there]
         others += [name for name in targets if name not in self._own]

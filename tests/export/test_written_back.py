@@ -15,6 +15,7 @@ from fp8_checkpoints import HF_FP8, model_of, published, quantized, write
 from safetensors.torch import load_file
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported
+from lightning_fp8.modules.fp8_parameter import from_codes
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -32,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "three files": {"kind": "block", "shards": 3},
     "as transformers, static": {"kind": "tensor", "layout": "hf-fp8", "static": True},
     "block, compressed-tensors": {"kind": "block", "layout": "compressed-tensors", "shards": 2},
+    "block, static": {"kind": "block", "layout": "compressed-tensors", "static": True},
 }
 
 
@@ -66,7 +68,9 @@ def test_after_training_with_any_recipe(kind: str, recipe: Any, tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["tensor", "block"])
 def test_the_same_codes_in_another_layout(kind: str, to: str, tmp_path: Path) -> None:
     other = {"hf-fp8": "compressed-tensors", "compressed-tensors": "hf-fp8"}[to]
-    expected = write_base(tmp_path / "read", kind, layout=other, static=kind == "tensor")
+    # no reader of the other layout takes static scales of inputs with blocks
+    static = kind == "tensor" or other == "compressed-tensors"
+    expected = write_base(tmp_path / "read", kind, layout=other, static=static)
     model = load_exported(llama(), tmp_path / "read", frozen=True)
     export(model, tmp_path / "written", layout=to, dtype=torch.float32)
     read, saved = (tensors_of(tmp_path / name) for name in ("read", "written"))
@@ -143,6 +147,29 @@ def test_values_that_were_loaded_since(kind: str, tmp_path: Path) -> None:
     assert (values(written[DOWN], written[DOWN + suffix]) - other[DOWN].float()).norm() < 0.06 * other[
         DOWN
     ].float().norm()
+
+
+def test_codes_with_other_scales(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "block")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    layer = model.get_submodule(DOWN.removesuffix(".weight"))
+    layer.weight = from_codes(layer.weight.payload, layer.weight.scale_inv * 3, torch.bfloat16, "down")
+    with pytest.warns(UserWarning, match="1 tensors have changed since"):
+        export(model, tmp_path / "written")
+    expected = layer.weight.dequantized().float()
+    found = tensors_of(tmp_path / "written")
+    assert (values(found[DOWN], found[f"{DOWN}_scale_inv"]) - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_model_that_was_read_again_without_frozen_is_exported_as_its_own(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "block")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    convert(model, frozen_weights="master")
+    load_exported(model, tmp_path / "read")
+    export(model, tmp_path / "written", layout="compressed-tensors")
+    # the recipe's scales, computed from the values: those of the file leave room
+    found, read = (tensors_of(tmp_path / folder) for folder in ("written", "read"))
+    assert (found[f"{DOWN}_scale"] < read[f"{DOWN}_scale_inv"]).any()
 
 
 def test_other_tensors_than_those_of_the_checkpoint(tmp_path: Path) -> None:
