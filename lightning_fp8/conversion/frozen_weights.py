@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import is_frozen
-from lightning_fp8.modules.frozen_layers import free_masters, replace_weight, what_was_rounded
+from lightning_fp8.modules.frozen_layers import free_masters, gemms_by_weight, replace_weight, what_was_rounded
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -38,17 +38,27 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
 
 
 def restore_masters(layers: Iterable[Fp8Module]) -> None:
-    """Give a master, with rounded values, to each weight that is kept in FP8 only, with a warning."""
+    """Give a master to each weight that is kept in FP8 only, with a warning: it has rounded values, or more memory."""
     layers = list(layers)
-    rounded = what_was_rounded(weight for layer in layers for _, weight in layer.gemms())
+    weights = [weight for layer in layers for weight, _ in gemms_by_weight(layer)]
+    rounded = what_was_rounded(weights)
     if rounded is not None:
         warnings.warn(f"{rounded}. They have masters again, which hold the rounded values.", stacklevel=2)
+    published = [weight.content.name for weight in weights if is_frozen(weight) and weight.content.has_own_codes]
+    if published:
+        warnings.warn(
+            f"{len(published)} weights were kept in the FP8 codes that they came in, {published[0]!r} the first. They"
+            " have masters now, with the memory of their dtype, and these are cast again. `describe(model)` says what"
+            " keeps a weight from being in FP8 only.",
+            stacklevel=2,
+        )
     for layer in layers:
-        for gemm, weight in layer.gemms():
-            gemm.weight_cast.fp8_only = False
+        for weight, gemms in gemms_by_weight(layer):
+            for gemm in gemms:
+                gemm.weight_cast.fp8_only = False
             if is_frozen(weight):
                 plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
-                replace_weight(layer, gemm, weight, plain)
+                replace_weight(layer, gemms, weight, plain)
 
 
 def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
@@ -77,8 +87,6 @@ def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | Non
         return "is sharded"
     if not isinstance(weight, nn.Parameter):
         return "is computed"
-    if weight.dim() > 2:
-        return "holds the weights of several experts"
     if weight.requires_grad:
         return "is trained"
     return "is tied" if uses[id(weight)] > 1 else None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.backward import gradients_by
@@ -25,7 +26,7 @@ from lightning_fp8.ops.operand import (
     new_payloads,
     nothing,
 )
-from lightning_fp8.ops.reference import row_chunks, scaled_mm
+from lightning_fp8.ops.reference import row_chunks
 
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -51,8 +52,7 @@ def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight_blocks``."""
-    fmt, amax = FORMATS[slot.format], _block_amax(weight)
-    amax = F.pad(amax, (0, 0, 0, -len(amax) % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
+    fmt, amax = FORMATS[slot.format], square_amaxes(weight)
     scale = block_scale(amax, fmt, slot.current)
     if slot.state is not None:
         largest = _largest(amax)
@@ -65,12 +65,26 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 def cast_gradient(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`cast` of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
+    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``.
+
+    It is in blocks if the slot's is; the weight may be in blocks or rows in any case.
+    """
     dy = dy if h is None else activation_gradient(h, dy, activation)
-    return *cast(dy, slot, layout), dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    if slot.current.blocks:
+        made = cast(dy, slot, layout)
+    else:
+        rows, columns, scale_inv = reference.cast(dy, slot, "none", layout)
+        made = rows, columns, scale_inv, scale_inv
+    return *made, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
-linear_backward = gradients_by(cast_gradient, scaled_mm)
+linear_backward = gradients_by(cast_gradient, reference.scaled_mm)
+
+
+def square_amaxes(weight: Tensor) -> Tensor:
+    """``max|w|`` of each 128 x 128 of a weight, ``[ceil(N/128), ceil(K/128)] float32``."""
+    amax = _block_amax(weight)
+    return F.pad(amax, (0, 0, 0, -len(amax) % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Operand
 
@@ -31,6 +32,11 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     if may_have_nan and has_nan(payload, format):
         values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
     return values
+
+
+def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
+    """``code * scale_inv`` in fp32; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
+    return dequantize(payload, format).mul_(by_element(scale_inv, payload) * DEQUANTIZED_SHIFT[format])
 
 
 def keep_values(operand: Fp8Operand) -> None:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import as_asked, max_abs, record_amax, scale_of_current, update_scales
+from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
+from lightning_fp8.runtime.warn_once import warn_once
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 
@@ -117,10 +118,49 @@ def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
+def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
+    if a.payload.is_cuda:
+        warn_once(
+            "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
+            " change within 128 elements of the sum, as in gradients of inputs of a weight with a scale for each row,"
+            " and all others where neither lightning_fp8 nor cuBLASLt multiplies blocks of these formats."
+        )
+    k = min(a.payload.shape[1], b.payload.shape[1])
+    codes = ((one.payload[:, :k].view(FORMATS[one.format].dtype).float(), one.scale_inv) for one in (a, b))
+    a_values, b_values = (values.mul_(by_element(scale, values)).to(out_dtype) for values, scale in codes)
+    out = a_values.new_empty(len(a_values), len(b_values))
+    # autocast leaves the `out=` form alone
+    addend = out if bias is None else bias.to(out_dtype)
+    return torch.addmm(addend, a_values, b_values.t(), beta=int(bias is not None), out=out)
+
+
+def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
+    """The operand with scales for every 128 elements along K; None if its scales are for fewer.
+
+    A single scale for all rows becomes one for each ``rows`` of them, 1 or 128.
+    """
+    scales, blocks = operand.scale_inv if operand.scale_inv.dim() else operand.scale_inv[None, None], -(-k // BLOCK)
+    if scales.shape[1] not in (1, blocks):
+        return None
+    count = len(scales) if len(scales) > 1 else -(-len(operand.payload) // rows)
+    return operand._replace(scale_inv=scales.expand(count, blocks))
+
+
+def multiplies_blocks(a: Fp8Tensor, b: Fp8Tensor) -> bool:
+    """Whether :func:`scaled_mm_in_blocks` takes operands of these formats here: cuBLASLt knows blocks in E4M3 only."""
+    device = a.payload.device
+    is_there = device.type != "cuda" or _has_blocks(torch.cuda.get_device_capability(device), torch.version.cuda)
+    return is_there and a.format == b.format == "e4m3"
+
+
+def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:
+    return capability[0] == 9 and tuple(map(int, (cuda or "0.0").split(".")[:2])) >= (12, 9)
+
+
 def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
     """RuntimeError unless cuBLASLt multiplies operands in blocks on such a GPU with this CUDA version of torch."""
-    version = tuple(map(int, (cuda or "0.0").split(".")[:2]))
-    if capability[0] != 9 or version < (12, 9):
+    if not _has_blocks(capability, cuda):
         raise RuntimeError(
             "fp8-block has no kernel here: lightning_fp8's need CuPy and a GPU of compute capability 8.9, 9.0 or 12.x,"
             " cuBLASLt's a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
