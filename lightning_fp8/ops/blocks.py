@@ -7,8 +7,6 @@ once, and its scales by columns are the transpose of those by rows. Nothing here
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch import Tensor
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.activations import activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
-from lightning_fp8.ops.backward import gradients
+from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
@@ -80,7 +78,7 @@ def cast_gradient(
     return *made, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
-linear_backward = functools.partial(gradients, cast_gradient, reference.scaled_mm)
+linear_backward = gradients_by(cast_gradient, reference.scaled_mm)
 
 
 def square_amaxes(weight: Tensor) -> Tensor:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, per_row, scale_of_current
-from lightning_fp8.ops.backward import Backward
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, scaled_values, values_of
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Fp8Tensor, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Columns, Fp8Tensor, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
@@ -177,14 +175,24 @@ def scaled_mm_add_(out: Tensor, a: Fp8Tensor, b: Fp8Tensor, fast_accumulation: b
     out.add_(scaled_mm(a, b, None, torch.float32, fast_accumulation))
 
 
-def linear_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def linear_backward(
+    dy: Tensor,
+    h: Tensor | None,
+    activation: str,
+    x_fp8_t: Columns,
+    w_fp8_t: Columns,
+    slot: Slot,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
-    dy, h, activation, x, w, slot, dx_dtype, dw_dtype, bias = Backward(*arguments)
     if h is not None:
         dy = activation_gradient(h, dy, activation)
-    fmt = FORMATS[slot.format]
+    fmt, x, w = FORMATS[slot.format], x_fp8_t, w_fp8_t
     m, n = dy.shape
-    x_fp8, w_fp8 = (None if kept.payload is None else kept.payload[:, :k].t() for kept, k in ((x, m), (w, n)))
+    x_fp8 = None if x.payload is None else x.payload[:, :m].t()
+    w_fp8 = None if w.payload is None else w.payload[:, :n].t()
     k = 0 if x_fp8 is None else x_fp8.shape[1]
     used, current = _scale_to_use(dy, slot)
     if is_counting(slot):
@@ -237,8 +245,10 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
 
 def row_chunks(rows: int, columns: int) -> list[slice]:
     """Slices of about equal length that cover all rows."""
-    chunks = max(1, rows * columns // _CHUNK_ELEMENTS)
-    step = max(1, -(-rows // chunks))
+    chunks = rows * columns // _CHUNK_ELEMENTS
+    if chunks <= 1:
+        return [slice(0, rows)] if rows else []
+    step = -(-rows // chunks)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
+from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.recipe import Recipe
 
 # histories with an entry for each step of a test
@@ -132,3 +133,23 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     weights = all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     one, other = scaling_state(a), scaling_state(b)
     return weights and torch.equal(one.scale, other.scale) and torch.equal(one.amax_history, other.amax_history)
+
+
+class Steps(pl.Callback):
+    """The scaling state before the first update and after each; and the amaxes that each update started from."""
+
+    def __init__(self, *fields: str) -> None:
+        self.fields = fields or ("scale", "amax_history", "nonfinite_steps")
+        self.after: list[dict[str, Tensor]] = []
+        self.amax: list[Tensor] = []
+
+    def take(self, state: ScalingState) -> None:
+        self.after.append({field: getattr(state, field).clone() for field in self.fields})
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.take(scaling_state(module))
+        scaling_state(module).model.before_update.append(lambda amax: self.amax.append(amax.clone()))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if len(self.amax) == len(self.after):
+            self.take(scaling_state(module))

@@ -11,7 +11,7 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, record_amax, scale_of_current, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
 from lightning_fp8.runtime.warn_once import warn_once
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
@@ -39,12 +39,14 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 def cast_gradient(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The cast of dy, or of the gradient of h from it, with the scale_inv of each payload, here the same; and with
+    ``bias`` its column sums, ``[N] float32``, else an empty tensor."""
     if h is not None:
         dy = activation_gradient(h, dy, activation)
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
-    return (*cast(dy, slot, "none", layout), db)
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    rows, columns, scale_inv = cast(dy, slot, "none", layout)
+    return rows, columns, scale_inv, scale_inv, db
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:

@@ -1,0 +1,227 @@
+"""Checkpoints from elsewhere: of other numbers of processes, of other models, truncated, malicious."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lit import Regression, Steps, loader, make_trainer, same, seeded, takes_weights_only
+from processes import all_end_well, as_ranks
+from torch import Tensor, nn
+
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
+
+
+def train_under_ddp(path: Path, resume: Path | None, epochs: int) -> None:
+    model, steps = seeded(), Steps("amax", "scale", "amax_history", "nonfinite_steps")
+    trainer = make_trainer(path, strategy="ddp", devices=2, max_epochs=epochs, callbacks=[steps])
+    trainer.fit(model, loader(), ckpt_path=resume)
+    trainer.save_checkpoint(path / "two.ckpt")
+    torch.save({"first": steps.after[0], "last": steps.after[-1], "steps": trainer.global_step},
+               path / f"rank{trainer.global_rank}.pt")  # fmt: skip
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def resumed_from(start: dict[str, Tensor], end: dict[str, Tensor]) -> bool:
+    """Inputs and gradients continue from the end of the run; no weight has been cast yet."""
+    delayed = [{name: value[..., :4] for name, value in fields.items()} for fields in (start, end)]
+    return equal(*delayed) and bool((start["scale"][4:] == 1).all() and (start["amax"][4:] == 0).all())
+
+
+def test_from_two_processes_to_one_and_back(tmp_path: Path) -> None:
+    with as_ranks(train_under_ddp, 2, tmp_path, None, 2) as processes:
+        all_end_well(processes, tmp_path)
+    two = torch.load(tmp_path / "rank0.pt", weights_only=True)
+    model, steps = seeded(), Steps("amax", "scale", "amax_history", "nonfinite_steps")
+    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[steps])
+    trainer.fit(model, loader(), ckpt_path=tmp_path / "two.ckpt")
+    assert resumed_from(steps.after[0], two["last"])
+    # two epochs of two steps each, then one of four
+    assert (two["steps"], trainer.global_step) == (4, 8)
+    assert ((steps.after[-1]["amax_history"] > 0).sum(0) == 8).all()
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    with as_ranks(train_under_ddp, 2, tmp_path, tmp_path / "one.ckpt", 4) as processes:
+        all_end_well(processes, tmp_path)
+    again = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for rank in again:
+        assert resumed_from(rank["first"], steps.after[-1])
+        assert rank["steps"] == 10
+    assert equal(again[0]["last"], again[1]["last"])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    trainer = make_trainer(tmp_path)
+    trainer.fit(seeded(), loader())
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    return tmp_path / "whole.ckpt"
+
+
+class Longer(Regression):
+    """Has a layer that the checkpoint's model lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(self.net(x))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_checkpoint_of_another_width_or_depth_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
+    for model, message in (
+        (seeded(width=16), r"size mismatch for net.0.weight: .*\[64, 32\].*\[32, 16\]"),
+        (seeded(Longer), r'Missing key\(s\) in state_dict: "extra.weight", "extra.bias"'),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            make_trainer(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
+        assert model.losses == []
+
+
+def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
+    """Lightning loads weights first: all are then those of the checkpoint, and no scale is."""
+    model, plugin = seeded(), Fp8Precision(ignore_modules=["net.2"])
+    message = "The scaling state does not fit this model. In the checkpoint but not in the model: 'net.2.input', "
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, plugins=plugin, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
+    state = scaling_state(model)
+    assert state.amax_history.count_nonzero() == 0
+    assert (state.scale == 1).all()
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in saved.items())
+    assert model.losses == []
+    # and the weights can be loaded alone
+    model.load_state_dict(saved, strict=False)
+    make_trainer(tmp_path, plugins=plugin).fit(model, loader())
+    assert torch.stack(model.losses).isfinite().all()
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, checkpoint: Path, part: float) -> None:
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(content[: int(part * len(content))])
+    model = seeded()
+    before = values(model)
+    # torch's message depends on where the file ends
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        make_trainer(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
+    assert all(map(torch.equal, before, values(model)))
+    assert model.losses == []
+
+
+class Malicious:
+    """Would create a file of this name when unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.marker), "w")
+
+
+@takes_weights_only
+@pytest.mark.parametrize("where", ["scale", "net.2.grad_output", "Fp8Precision"])
+@pytest.mark.parametrize("weights_only", [True, None])
+def test_a_malicious_checkpoint_does_not_run(
+    tmp_path: Path, checkpoint: Path, where: str, weights_only: bool | None
+) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    marker = tmp_path / "it ran"
+    place = {
+        "scale": content["Fp8Precision"]["net.0.input"],
+        "net.2.grad_output": content["Fp8Precision"],
+        "Fp8Precision": content,
+    }[where]
+    place[where] = Malicious(marker)
+    torch.save(content, checkpoint)
+    model = seeded()
+    before = values(model)
+    with pytest.raises(UnpicklingError, match="Weights only load failed"):
+        make_trainer(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint, weights_only=weights_only)
+    assert not marker.exists()
+    assert all(map(torch.equal, before, values(model)))
+    torch.load(checkpoint, weights_only=False)
+    assert marker.exists()
+
+
+RECIPE = DelayedScaling(margin=1)
+
+
+class WithEverything(Regression):
+    """Hyperparameters, a schedule and a logged metric: the usual contents of a checkpoint."""
+
+    def __init__(self, width: int = 32, lr: float = 1e-2, name: str = "tiny", recipe: Any = RECIPE) -> None:
+        super().__init__(width, lr)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)]
+
+
+@takes_weights_only
+@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])
+def test_our_checkpoints_need_weights_only(tmp_path: Path, precision: str) -> None:
+    def run(epochs: int, **how: Any) -> WithEverything:
+        saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, monitor="val_loss")
+        model = seeded(WithEverything)
+        options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "precision": precision}
+        make_trainer(tmp_path, max_epochs=epochs, **options).fit(model, loader(), loader(), **how)
+        return model
+
+    whole = run(2)
+    resumed = run(2, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=True)
+    assert len(resumed.losses) == 4
+    assert all(map(torch.equal, values(whole), values(resumed)))
+    if precision == "fp8-delayed":
+        assert same(whole, resumed)
+    assert resumed.hparams["name"] == "tiny"
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["hyper_parameters"]
+    assert saved["recipe"] == RECIPE
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"scale": 1.0}, {"scale": None}, {"amax": "2"}, {"amax_history": [1.0, 2.0]}, {"nonfinite_steps": 0},
+        {"scale": torch.ones(3)}, {"in_fp8": "no"}, {"in_fp8": torch.ones(2)}, {"amax": torch.tensor(1j)},
+        {"scale": torch.tensor(float("nan"))}, {"scale": torch.tensor(0.0)}, {"scale": torch.tensor(-1.0)},
+        {"amax_history": torch.tensor([float("inf")])}, {"amax_history": torch.tensor([-1.0])},
+        {"amax_history": torch.ones(1, 2)}, {"amax_history": torch.tensor(1.0)},
+    ],
+)  # fmt: skip
+def test_only_well_formed_tensors_are_loaded_as_scales(entry: dict[str, Any]) -> None:
+    state = scaling_state(convert(seeded()))
+    state.amax.fill_(2.0)
+    state.update()
+    loaded = state.state_dict()
+    before = {name: {field: value.clone() for field, value in fields.items()} for name, fields in loaded.items()}
+    for fields in loaded.values():
+        fields["scale"] = fields["scale"] * 2
+    loaded["net.2.grad_output"].update(entry)
+    field, value = next(iter(entry.items()))
+    wrong = "lacks the tensors|must hold single real numbers|must have a scale that is|must have a history of finite"
+    with pytest.raises(ValueError, match=rf"'net\.2\.grad_output' ({wrong})") as error:
+        state.load_state_dict(loaded)
+    assert field in str(error.value) or isinstance(value, torch.Tensor)
+    assert all(equal(fields, before[name]) for name, fields in state.state_dict().items())
+
+
+@pytest.mark.parametrize("entry", ["text", None, torch.ones(2)])
+def test_an_entry_that_is_no_mapping_is_named(entry: Any) -> None:
+    state = scaling_state(convert(seeded()))
+    with pytest.raises(
+        ValueError, match=r"'net\.2\.grad_output' lacks the tensors amax, amax_history, scale, nonfinite_steps"
+    ):
+        state.load_state_dict({**state.state_dict(), "net.2.grad_output": entry})
