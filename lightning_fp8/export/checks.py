@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,15 +38,13 @@ def refuse(file: Path, misfits: Misfits) -> None:
 def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme) -> Misfits:
     """Each FP8 weight is in E4M3 and has scales of the right shapes; so has its input, unless scaled by its values."""
     in_fp8 = [name for name, one in stored.items() if one.dtype == E4M3.dtype]
-    yield (
-        f"hold codes of another format than {dtype_name(E4M3.dtype)}",
-        (
-            f"{name} ({dtype_name(one.dtype)})"
-            for name, one in stored.items()
-            if one.dtype.is_floating_point and one.dtype.itemsize == 1 and one.dtype != E4M3.dtype
-            and not name.endswith((scheme.suffix, scheme.input_name))
-        ),
-    )  # fmt: skip
+    others = (
+        f"{name} ({dtype_name(one.dtype)})"
+        for name, one in stored.items()
+        if one.dtype.is_floating_point and one.dtype.itemsize == 1 and one.dtype != E4M3.dtype
+        if not name.endswith((scheme.suffix, scheme.input_name))
+    )
+    yield f"hold codes of another format than {dtype_name(E4M3.dtype)}", others
     inputs = [scheme.input_of(name) for name in in_fp8]
     if not scheme.static:
         there = (name for name in inputs if name in stored)
@@ -199,7 +197,7 @@ def misfits_of_codes(
     )
 
 
-def misfits_of_merges(source: Source, in_fp8: Sequence[str], products: Mapping[str, Product]) -> Misfits:
+def misfits_of_merges(source: Source, in_fp8: Collection[str], products: Mapping[str, Product]) -> Misfits:
     """The scales of a weight's parts are those of the weight, without rounding its codes again."""
     by_target = source.placed.by_target
     rows = [parameter_of(key, one) for key, one in products.items() if one[1].weight_is_k_by_n]

@@ -99,11 +99,6 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
         kept: names of the weights to be kept in FP8 only, with their GEMMs.
         devices: where these will be.
     """
-    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
-    empty = {name: tensor for name, tensor in own.items() if tensor.is_meta and name not in kept}
-    new = {id(tensor): _empty(tensor, _dtype(model, name, tensor)) for name, tensor in empty.items()}
-    _replace(model, new)
-    own = {name: new.get(id(tensor), tensor) for name, tensor in own.items()}
     pieces: dict[str, list[Piece]] = {}
     for piece in source.placed.pieces:
         pieces.setdefault(piece.name, []).append(piece)
@@ -111,6 +106,7 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
     # of those that are put together before they are given to the model
     parts: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
+        own = _with_memory(model, kept, devices)
         for name, tensor in source.shards.tensors(pieces):
             codes = tensor.view(torch.uint8) if name in source.scales else tensor
             is_value = any(piece.target not in kept for piece in pieces[name])
@@ -134,6 +130,22 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
                     weight.copy_(parts.pop(target))
 
 
+def _with_memory(model: nn.Module, kept: Collection[str], devices: Mapping[str, torch.device]) -> dict[str, Tensor]:
+    """The model's tensors by name; those on the meta device get memory, except those to be ``kept`` in FP8 only."""
+    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
+    new: dict[int, Tensor] = {}
+    for name, tensor in own.items():
+        if tensor.is_meta and name not in kept and id(tensor) not in new:
+            place = devices.get(name, _place(tensor))
+            made = torch.empty(tensor.shape, dtype=_dtype(model, name, tensor), device=place)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made.__dict__.update(vars(tensor))
+            new[id(tensor)] = made
+    _replace(model, new)
+    return {name: new.get(id(tensor), tensor) for name, tensor in own.items()}
+
+
 def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: list[Gemm]) -> None:
     """Replace a weight by one that is kept in FP8 only."""
     scale = source.scale_of(target)
@@ -154,15 +166,6 @@ def _dtype(model: nn.Module, name: str, tensor: Tensor) -> torch.dtype:
     in_fp32 = getattr(without_wrappers(model), "_keep_in_fp32_modules_strict", None) or ()
     is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_narrow and any(part in name for part in in_fp32) else tensor.dtype
-
-
-def _empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=dtype, device=_place(tensor))
-    if not isinstance(tensor, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(vars(tensor))
-    return parameter
 
 
 def _place(tensor: Tensor) -> torch.device:

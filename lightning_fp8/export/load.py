@@ -100,7 +100,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
     source = _read(folder, model, own)
     file = source.path
-    in_fp8 = [target for target, pieces in source.placed.by_target.items() if pieces[0].name in source.scales]
+    targets = source.placed.by_target.items()
+    in_fp8 = dict.fromkeys(target for target, pieces in targets if pieces[0].name in source.scales)
     plan = conversion_plan(model, default=source.scheme.recipe)
     recipe = plan.config.recipe
     if not frozen:
@@ -123,6 +124,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     convert(model, recipe, plain, min_features=0, frozen_weights=frozen_weights)
     kept = _kept(products, devices)
     fill(model, source, kept, devices)
+    # it was made while weights were on the meta device
+    scaling_state(model).to(conversion_plan(model).device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     _set_scales(model, inputs, {name for name, scales in source.exact.items() if scales is None})
@@ -211,7 +214,7 @@ def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], weights: Col
 
 
 def _inputs(
-    source: Source, in_fp8: Sequence[str], products: Mapping[str, Product], recipe: Recipe
+    source: Source, in_fp8: Collection[str], products: Mapping[str, Product], recipe: Recipe
 ) -> dict[str, Tensor | None]:
     """By GEMM, the multiplier of its input before the cast, ``[] float32``; None if its own values scale it."""
     if source.exact:
