@@ -11,7 +11,7 @@ import torch
 import transformers
 from exported import quantization, tensors_of
 from fp8_bases import KINDS, STRATEGIES, llama, values, write_base
-from fp8_checkpoints import HF_FP8, model_of, published, quantized, write
+from fp8_checkpoints import HF_FP8, cast, model_of, published, quantized, write
 from safetensors.torch import load_file
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported
@@ -126,7 +126,10 @@ def test_what_has_changed_is_rounded_again_and_named(kind: str, scale_dtype: tor
     found = values(tensors[DOWN], tensors[DOWN + suffix])
     assert (found - merged).norm() < 0.03 * merged.norm()
     # the nearest codes for the scales as the file has them
+    _, expected, _ = cast(merged, kind, scale_dtype)
     assert tensors[DOWN + suffix].dtype == scale_dtype
+    rounding = 2**-7 if scale_dtype == torch.bfloat16 else 1e-6
+    assert torch.allclose(tensors[DOWN + suffix].view(expected.shape), expected, rtol=rounding, atol=0)
     ones = values(torch.ones(merged.shape).to(torch.float8_e4m3fn), tensors[DOWN + suffix])
     assert torch.equal(tensors[DOWN].float(), (merged / ones).clamp(-448, 448).to(torch.float8_e4m3fn).float())
 
