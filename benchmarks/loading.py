@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.memory import bytes_of
 from lightning_fp8 import load_exported
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.runtime.environment import environment
 
 _WIDTH = 2048
@@ -66,14 +67,14 @@ def measure(folder: Path, frozen: bool) -> dict[str, Any]:
     model = _model(len(index["weight_map"]) // 2)
     before, start = _memory("VmRSS"), time.perf_counter()
     load_exported(model, folder, frozen=frozen)
-    seconds, held = time.perf_counter() - start, 0
+    seconds = time.perf_counter() - start
+    held: list[Tensor] = []
     for weight in model.parameters():
-        fp8 = isinstance(weight, Fp8Parameter)
-        held += sum(one.nbytes for one in ((weight.payload, weight.scale_inv) if fp8 else (weight,)))
+        held += [weight.payload, weight.scale_inv] if is_frozen(weight) else [weight]
     return {
         "frozen": frozen,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "model_bytes": held,
+        "model_bytes": bytes_of(held),
         "largest_file_bytes": max(files),
         "peak_bytes": _memory("VmHWM") - before,
         "seconds": round(seconds, 2),

@@ -18,6 +18,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 # the length of the longest header that safetensors reads
 _LARGEST_JSON = 100_000_000
 _AT_ONCE = 2**25
+_LONGEST_NAME = 1000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _DTYPES = {
     "F64": torch.float64,
@@ -101,6 +102,9 @@ class Shards:
             raise _damaged(file, error) from error
         unknown = (f"{name} ({printable(kind)})" for name, (kind, _) in found.items() if kind not in _DTYPES)
         self._refuse(file, "are of a dtype that is not read", unknown)
+        # patterns are searched in names, and messages hold them
+        long = (f"{name[:40]}..." for name in found if len(name) > _LONGEST_NAME)
+        self._refuse(file, f"have names of more than {_LONGEST_NAME} characters", long)
         twice = (f"{name} ({self.stored[name].file.name})" for name in found if name in self.stored)
         self._refuse(file, "are in another file too", twice)
         self.stored |= {name: Stored(file, _DTYPES[kind], shape) for name, (kind, shape) in found.items()}

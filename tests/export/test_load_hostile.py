@@ -157,6 +157,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
                         index_in(folder, lambda files: files.update({"x": SECOND}))),
         r"the file has and the model lacks: x\.$",
     ),
+    "a name of a million letters": (
+        lambda folder: tensors_in(folder, FIRST, lambda t: t.update({"a." * 500_000: torch.ones(1)})),
+        r"have names of more than 1000 characters: (a\.){20}\.\.\.\.$",
+    ),
     "a tensor that its file lacks": (
         changed("2.bias", lambda tensor: None), r"are not in the file that the index names: 2\.bias \(model-0000"
     ),

@@ -28,10 +28,11 @@ def empty(name: str, how: str, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(fp8_checkpoints.CONFIGS[name](), dtype=dtype)
     model = transformers.AutoModelForCausalLM.from_config(fp8_checkpoints.CONFIGS[name](), dtype=dtype)
-    for part in model.modules():
-        if hasattr(part, "e_score_correction_bias"):
-            # as in `from_pretrained`, unlike `from_config`
-            part.e_score_correction_bias = part.e_score_correction_bias.float()
+    for name in model._keep_in_fp32_modules_strict or ():
+        for part in model.modules():
+            if name in part._buffers:
+                # as in `from_pretrained`, unlike `from_config`
+                part._buffers[name] = part._buffers[name].float()
     return model if how == "plain" else convert(model, BlockScaling())
 
 

@@ -23,6 +23,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_SIZES, intermediate_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, head_dim=64
     ),
+    # its files have other names than its modules
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **_SIZES, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2, head_dim=64, rotary_dim=32
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**_SIZES, "num_key_value_heads": 4}, intermediate_size=256, moe_intermediate_size=128, n_routed_experts=4,
         num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=128, kv_lora_rank=64,
@@ -78,7 +82,7 @@ def cast(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) ->
 
 def in_linear(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is the weight of a layer that publishers quantize."""
-    left = ("embed_tokens", "lm_head", "mlp.gate.", "norm")
+    left = ("embed_tokens", "lm_head", ".gate.", "norm")
     return name.endswith("weight") and tensor.dim() == 2 and not any(part in name for part in left)
 
 
