@@ -116,7 +116,7 @@ def in_file(name: str, weight: Tensor, scales: Scales | CurrentScale) -> tuple[T
         found = zip(scale_names(name), (scale.reciprocal() for scale in scales.static.values()))
         return codes_of(weight, scales.weight), dict(found)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, scales)
-    payload, _, scale_inv = ops.cast_weight_blocks(weight.detach(), slot, "rows")
+    payload, _, scale_inv, _ = ops.cast_weight_blocks(weight.detach(), slot, "rows")
     return payload.cpu().view(E4M3.dtype), {f"{name}_scale_inv": scale_inv.cpu()}
 
 

@@ -14,8 +14,8 @@ from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.operand import CurrentScale
 
 FP32_MAX = torch.finfo(torch.float32).max
-# side length of a block, for tensors whose blocks each have a scale
-BLOCK = 128
+# side length of a block, for tensors whose blocks each have a scale; of one with a scale in E8M0
+BLOCK, MX_BLOCK = 128, 32
 
 
 def max_abs(x: Tensor) -> Tensor:
@@ -63,14 +63,19 @@ def power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)
 
 
+def block_of(scale: Tensor) -> int:
+    """How many elements such a scale is for, along one dimension."""
+    return MX_BLOCK if scale.dtype == torch.uint8 else BLOCK
+
+
 def per_row(scale: Tensor, rows: int) -> Tensor:
     """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
-    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
+    return scale if len(scale) == rows else scale.repeat_interleave(block_of(scale), 0)[:rows]
 
 
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """Block scales of x, repeated to the shape of x."""
-    return per_row(scale, len(x)).repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+    return per_row(scale, len(x)).repeat_interleave(block_of(scale), 1)[:, : x.shape[1]]
 
 
 def update_scales(
