@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import is_frozen
-from lightning_fp8.modules.frozen_layers import free_masters, replace_weight, what_was_rounded
+from lightning_fp8.modules.frozen_layers import free_masters, gemms_by_weight, replace_weight, what_was_rounded
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -44,11 +44,12 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
     if rounded is not None:
         warnings.warn(f"{rounded}. They have masters again, which hold the rounded values.", stacklevel=2)
     for layer in layers:
-        for gemm, weight in layer.gemms():
-            gemm.weight_cast.fp8_only = False
+        for weight, gemms in gemms_by_weight(layer):
+            for gemm in gemms:
+                gemm.weight_cast.fp8_only = False
             if is_frozen(weight):
                 plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
-                replace_weight(layer, gemm, weight, plain)
+                replace_weight(layer, gemms, weight, plain)
 
 
 def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
@@ -77,8 +78,6 @@ def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | Non
         return "is sharded"
     if not isinstance(weight, nn.Parameter):
         return "is computed"
-    if weight.dim() > 2:
-        return "holds the weights of several experts"
     if weight.requires_grad:
         return "is trained"
     return "is tied" if uses[id(weight)] > 1 else None

@@ -126,11 +126,6 @@ class ConversionPlan:
 
     def _check_recipe(self) -> None:
         recipe = self.config.recipe
-        if recipe.current.blocks and self.config.frozen_weights == "fp8":
-            raise ValueError(
-                f"`frozen_weights='fp8'` keeps one scale for each weight, but {recipe} has one scale for each block"
-                " of it. Leave the argument out, or use another recipe."
-            )
         for path, layer in self.converted:
             existing = layer.scaling_state.recipe
             if recipe != existing:

@@ -105,9 +105,13 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
         else:
             targets.append(kept.by_rows)
             sources.append(cast.by_rows)
-            if not kept.by_columns._is_view():
-                targets.append(kept.by_columns)
-                sources.append(cast.by_columns)
+            for target, source in (
+                (kept.by_columns, cast.by_columns),
+                (kept.columns_scale_inv, cast.columns_scale_inv),
+            ):
+                if not target._is_view() and target is not kept.scale_inv:
+                    targets.append(target)
+                    sources.append(source)
     if targets:
         torch._foreach_copy_(targets, sources)
     return [cast if kept is None else kept for kept, cast in zip(former, new, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.functional import cast_weight, check_input, check_whole, fp8_linear
 from lightning_fp8.ops.library import is_exporting
 from lightning_fp8.runtime.warn_once import warn_once
@@ -76,8 +77,8 @@ class Fp8Experts(Fp8Module):
         stacks = {name: cast(Tensor, getattr(self, name)) for name in stack_names(self)}
         for name, stack in stacks.items():
             check_whole(self.fp8[f"{name}.0"], stack)
-        # one gradient for all experts, not one of the whole parameter for each
-        weights = {name: stack.unbind() for name, stack in stacks.items()}
+        # one gradient for all experts, not one of the whole parameter for each; those in FP8 only have none
+        weights = {name: stack if is_frozen(stack) else stack.unbind() for name, stack in stacks.items()}
         first, down = weights
         chosen, by_expert = top_k_index.flatten().sort(stable=True)
         x = hidden_states[by_expert // top_k_index.shape[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, cast
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fp8 import ops
-from lightning_fp8.ops.amaxes import max_abs
-from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format
+from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, power_of_2, scale_of_current
+from lightning_fp8.ops.blocks import square_amaxes
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format, dtype_name
 from lightning_fp8.ops.library import can_keep_copies, needs_transposed_payload
-from lightning_fp8.ops.operand import WeightSlot, by_columns
+from lightning_fp8.ops.operand import CurrentScale, WeightSlot, by_columns
+from lightning_fp8.runtime.warn_once import warn_once
 
 _aten = torch.ops.aten
 
@@ -23,19 +26,27 @@ _aten = torch.ops.aten
 class Content:
     """What a weight and its aliases (``weight.data``, ``weight.detach()``) share.
 
+    A parameter of several experts ``[E, N, K]`` has a leading E in each tensor, and the scales of each matrix.
+
     Attributes:
         dtype: the dtype of the values.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
         format: the FP8 format of the payload.
         payload: ``[N, K] uint8``.
-        scale_inv: ``[] float32``.
-        largest: ``[] float32``, amax of the values that a frozen weight was rounded from. The largest codes are
-            dequantized to it, so that a cast of the dequantized values has the same scale. None for a gathered weight.
+        scale_inv: ``float32``, ``[]`` for the whole weight, ``[ceil(N/128), ceil(K/128)]`` for blocks of 128 x 128, or
+            ``[N, 1]`` for rows.
+        is_frozen: whether there is no master, and no gradient.
+        blocks: how each block of other values would be scaled, see :class:`~lightning_fp8.ops.operand.CurrentScale`;
+            empty for one scale.
+        largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
+            largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. None
+            for codes that came with their scales: their values are ``code * scale_inv``.
         payload_t: the payload by columns of a frozen weight, where a GPU's GEMMs have needed it; else None.
         changed: values in the shape of the weight, after a change in place to values that FP8 would round; then the
             payload of a frozen weight is empty. Else None.
         name: the layer's name, for messages.
         error: relative RMS error of the rounding.
+        scale_dtype: the dtype of the scales as they came.
     """
 
     dtype: torch.dtype
@@ -43,37 +54,90 @@ class Content:
     format: Fp8Format
     payload: Tensor
     scale_inv: Tensor
+    is_frozen: bool = False
+    blocks: str = ""
     largest: Tensor | None = None
     payload_t: Tensor | None = None
     changed: Tensor | None = None
     name: str = ""
     error: float = 0.0
+    scale_dtype: torch.dtype = torch.float32
 
     def dequantized(self) -> Tensor:
         """The values, in the shape of the weight and in its dtype."""
-        if self.changed is not None:
-            return self.changed
-        values = dequantized(self.payload, self.scale_inv, self.largest, self.dtype, self.format)
-        return values.t() if self.k_by_n else values
+        return self._as_stored(self._n_by_k()) if self.changed is None else self.changed
 
     def take(self, values: Tensor, rounds: bool) -> None:
-        """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are."""
-        if self.largest is None:
+        """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are.
+
+        The present codes and scales stay if they give exactly these values.
+        """
+        if not self.is_frozen:
             self.changed = values
             return
-        payload, scale_inv, amax = quantized(values.t() if self.k_by_n else values)
+        n_by_k, was_changed = self._as_stored(values), self.changed is not None
+        payload = self._present_codes(n_by_k)
+        if payload is None:
+            self._round(n_by_k, values, rounds)
+            return
+        if payload is not self.payload:
+            self.payload, self.payload_t = payload, None
+        # another tensor, by which a copy is known to be stale
+        self.scale_inv, self.changed = self.scale_inv.clone(), None
+        if rounds or was_changed:
+            self.error = 0.0
+
+    def _round(self, n_by_k: Tensor, values: Tensor, rounds: bool) -> None:
+        payload, scale_inv, amax = quantized(n_by_k, self.blocks)
         rounded = dequantized(payload, scale_inv, amax, self.dtype)
-        rounded = rounded.t() if self.k_by_n else rounded
-        is_same = torch.equal(rounded, values)
-        if not (is_same or (rounds and bool(amax.isfinite()))):
+        is_same = torch.equal(rounded, n_by_k)
+        if not (is_same or (rounds and bool(amax.isfinite().all()))):
             self.changed = values
             self.payload, self.payload_t = self.payload.new_empty(0, 0), None
             return
+        if not is_same and self.largest is None:
+            warn_once(
+                f"The FP8 codes of {self.name!r}, which came with their scales, were replaced by other values, and"
+                " these were rounded. If processes share a model, load the same files on each of them. This is said"
+                " for the first such weight only."
+            )
         if rounds or self.changed is not None:
-            difference = (rounded.float() - values.float()).norm() / values.float().norm()
-            self.error = 0.0 if is_same else float(difference)
-        self.payload, self.scale_inv, self.largest = payload, scale_inv, amax
-        self.payload_t = self.changed = None
+            self.error = 0.0 if is_same else _relative_error(rounded, n_by_k)
+        self.payload, self.scale_inv, self.largest, self.format = payload, scale_inv, amax, E4M3
+        self.payload_t, self.changed, self.scale_dtype = None, None, torch.float32
+
+    def _present_codes(self, values: Tensor) -> Tensor | None:
+        """Codes that give back exactly these values ``[N, K]`` with the present scales; None if there are none."""
+        if self.changed is None and torch.equal(self._n_by_k(), values):
+            return self.payload
+        if self.largest is not None:
+            # the scales of values that were rounded here are those of their amaxes
+            return None
+        nearest = torch.empty(values.shape, dtype=self.format.dtype, device=values.device)
+        for part, scale_inv, into in zip(*map(_matrices, (values, _as_matrices(self.scale_inv, values), nearest))):
+            scaled = part.float() / by_element(scale_inv, part)
+            into.copy_(scaled.clamp_(-self.format.max, self.format.max))
+        payload = nearest.view(torch.uint8)
+        return payload if torch.equal(self._n_by_k(payload), values) else None
+
+    def amax_and_scale(self) -> tuple[Tensor, Tensor]:
+        """Of one matrix: the largest amax of all that have a scale, and its scale, both ``[] float32``."""
+        if self.largest is not None:
+            # the inverse of `scale_inv` may differ in the last bit
+            amax = self.largest.amax()
+            scale = scale_of_current(amax, self.format)
+            return amax, power_of_2(scale) if self.blocks == "power of 2" else scale
+        # without its sign, a code is larger for a larger value
+        codes, scale_inv = self.payload & 0x7F, _as_matrices(self.scale_inv, self.payload)
+        for dim in (0, 1):
+            size, count = codes.shape[dim], scale_inv.shape[dim]
+            if count != size:
+                length = size if count == 1 else BLOCK
+                missing = torch.Size(-size % length if at == dim else other for at, other in enumerate(codes.shape))
+                codes = torch.cat((codes, codes.new_zeros(missing)), dim).unflatten(dim, (-1, length)).amax(dim + 1)
+        amaxes = (codes.view(self.format.dtype).float() * scale_inv).flatten()
+        at = amaxes.argmax()
+        return amaxes[at], scale_inv.flatten()[at].reciprocal()
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Content:
         """A copy with ``function`` applied to each tensor, for example to move it to another device."""
@@ -81,6 +145,14 @@ class Content:
             field: function(held) for field, held in vars(self).items() if isinstance(held, Tensor)
         }
         return replace(self, **tensors)
+
+    def _as_stored(self, values: Tensor) -> Tensor:
+        """``[N, K]`` from the shape of the weight, or the reverse."""
+        return values.t() if self.k_by_n else values
+
+    def _n_by_k(self, payload: Tensor | None = None) -> Tensor:
+        payload = self.payload if payload is None else payload
+        return dequantized(payload, self.scale_inv, self.largest, self.dtype, self.format)
 
 
 def _of_content(field: str) -> property:
@@ -120,15 +192,15 @@ class Fp8Parameter(Tensor):
         return self.content.dequantized()
 
     def operand_payloads(self) -> tuple[Tensor, Tensor]:
-        """The payloads of ``[N, K]``, by rows and by columns."""
+        """The payloads of ``[N, K]``, by rows and by columns; of ``[E, N, K]`` those of all matrices."""
         content, payload = self.content, self.content.payload.contiguous()
         if content.payload_t is not None:
             return payload, content.payload_t
         if not (torch.is_grad_enabled() and needs_transposed_payload(payload)):
-            return payload, payload.t()
+            return payload, payload.mT
         payload_t = by_columns(payload)
         # FSDP frees a gathered payload, and would not free this
-        if content.largest is not None and can_keep_copies(payload):
+        if content.is_frozen and can_keep_copies(payload):
             content.payload_t = payload_t
         return payload, payload_t
 
@@ -144,8 +216,12 @@ class Fp8Parameter(Tensor):
             return as_parameter(made.content)
         if not self.is_fp8:
             return as_parameter(replace(self.content, changed=made, dtype=made.dtype))
+        content, is_castable = self.content, made.dtype in CASTABLE_DTYPES and not made.is_meta
+        if content.largest is None and is_castable and torch.equal(made, self.dequantized().to(made)):
+            # only the dtype is another one: codes that came with their scales are never rounded
+            return as_parameter(replace(content.mapped(lambda held: held.to(made.device)), dtype=made.dtype))
         plain = nn.Parameter(made, requires_grad=False)
-        again = frozen(plain, self.content.name, self.content.k_by_n)
+        again = frozen(plain, content.name, content.k_by_n, content.blocks)
         return plain if again is None else again
 
     @property
@@ -206,10 +282,10 @@ class Fp8Parameter(Tensor):
         held = self.content.format.name if self.is_fp8 else "values"
         return f"Fp8Parameter({tuple(self.shape)}, {held}, {self.dtype})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool, Fp8Format]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool, Fp8Format, bool]]:
         # for `torch.compile`
         fields = [field for field, held in vars(self.content).items() if isinstance(held, Tensor)]
-        return fields, (self.dtype, self.content.k_by_n, self.content.format)
+        return fields, (self.dtype, self.content.k_by_n, self.content.format, self.content.is_frozen)
 
     def _stable_hash_for_caching(self) -> str:
         # covers all that a compiled graph depends on
@@ -217,9 +293,10 @@ class Fp8Parameter(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], rest: tuple[torch.dtype, bool, Fp8Format], size: object, stride: object
+        inner: dict[str, Tensor], rest: tuple[torch.dtype, bool, Fp8Format, bool], size: object, stride: object
     ) -> Fp8Parameter:
-        return Fp8Parameter(Content(*rest, **inner))  # type: ignore[arg-type]
+        dtype, k_by_n, fmt, is_frozen = rest
+        return Fp8Parameter(Content(dtype, k_by_n, fmt, is_frozen=is_frozen, **inner))  # type: ignore[arg-type]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -230,6 +307,8 @@ class Fp8Parameter(Tensor):
         if isinstance(weight, Fp8Parameter):
             if func in (_aten.detach.default, _aten.alias.default) or _is_all_of(weight, func, args):
                 return Fp8Parameter(weight.content)
+            if func is _aten.select.int and weight.dim() == 3 and weight.is_fp8 and args[1] == 0:
+                return Fp8Parameter(weight.content.mapped(lambda held: held[args[2]]))
             if func is _aten._to_copy.default and weight.is_fp8 and kwargs.get("dtype") in (None, weight.dtype):
                 place = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
                 return Fp8Parameter(weight.content.mapped(lambda held: func(held, **place)))
@@ -276,7 +355,7 @@ def _without_memory(weight: Tensor) -> Tensor:
 
 def is_frozen(weight: object) -> TypeGuard[Fp8Parameter]:
     """Whether a weight has no master and no gradient; a gathered one has both, in its shards."""
-    return isinstance(weight, Fp8Parameter) and weight.content.largest is not None
+    return isinstance(weight, Fp8Parameter) and weight.content.is_frozen
 
 
 def as_parameter(content: Content) -> nn.Parameter:
@@ -284,30 +363,111 @@ def as_parameter(content: Content) -> nn.Parameter:
     return cast(nn.Parameter, Fp8Parameter(content, is_parameter=True))
 
 
-def frozen(weight: Tensor, name: str, k_by_n: bool) -> nn.Parameter | None:
+def from_codes(
+    codes: Tensor,
+    scale_inv: Tensor,
+    dtype: torch.dtype,
+    name: str,
+    k_by_n: bool = False,
+    format: Fp8Format = E4M3,
+) -> nn.Parameter:
+    """A frozen parameter that holds these codes and scales as they are; its values are ``code * scale_inv``.
+
+    Args:
+        codes: ``[N, K]``, or ``[E, N, K]`` for the matrices of several experts, uint8 or the dtype of the format.
+        scale_inv: what each code is multiplied by: ``[]`` for a whole matrix, ``[ceil(N/128), ceil(K/128)]`` for blocks
+            of 128 x 128, or ``[N, 1]`` for rows; with a leading E for experts. Any floating-point dtype.
+        dtype: of the values: fp32, bf16 or fp16. The product is computed in fp32.
+        name: the layer's name, for messages.
+        k_by_n: whether the layer stores its weight as ``[K, N]``; for ``[N, K]`` only.
+        format: of the codes.
+
+    Raises:
+        TypeError: for codes or a ``dtype`` of another dtype.
+        ValueError: for other shapes, and for scales that are not finite and above zero.
+    """
+    if codes.dtype not in (torch.uint8, format.dtype) or dtype not in CASTABLE_DTYPES:
+        raise TypeError(
+            f"The FP8 codes of {name!r} must be uint8 or {dtype_name(format.dtype)}, and their values float32, bfloat16"
+            f" or float16; got {dtype_name(codes.dtype)} and {dtype_name(dtype)}."
+        )
+    *experts, n, k = codes.shape if codes.dim() in (2, 3) else (0, 0, 0)
+    shapes = [(*experts, *shape) for shape in ((), (-(-n // BLOCK), -(-k // BLOCK)), (n, 1))]
+    if not codes.numel() or tuple(scale_inv.shape) not in shapes or (k_by_n and experts):
+        raise ValueError(
+            f"The FP8 codes of {name!r} must be [N, K], or [E, N, K] unless the layer stores [K, N], and not empty;"
+            f" their scales must be one for a matrix, for {BLOCK} x {BLOCK} or for a row: {str(shapes)[1:-1]}."
+            f" Got codes {tuple(codes.shape)} and scales {tuple(scale_inv.shape)}."
+        )
+    exact = scale_inv.detach().to(torch.float32)
+    if not exact.is_meta and not bool((exact.isfinite() & (exact > 0)).all()):
+        raise ValueError(f"The scales of {name!r} must be finite and above zero: from {exact.min()} to {exact.max()}.")
+    payload = codes.detach().contiguous().view(torch.uint8)
+    return as_parameter(
+        Content(dtype, k_by_n, format, payload, exact, is_frozen=True, name=name, scale_dtype=scale_inv.dtype)
+    )
+
+
+def frozen(weight: Tensor, name: str, k_by_n: bool, blocks: str = "") -> nn.Parameter | None:
     """The FP8 parameter for a plain one; None if it is trained, has no values, or values that are not finite."""
-    is_plain = type(weight) is nn.Parameter and weight.dtype in CASTABLE_DTYPES and weight.dim() == 2
+    is_plain = type(weight) is nn.Parameter and weight.dtype in CASTABLE_DTYPES and weight.dim() in (2, 3)
     if not is_plain or weight.requires_grad or weight.is_meta:
         return None
     nothing = torch.empty(0, 0, dtype=torch.uint8, device=weight.device)
-    content = Content(weight.dtype, k_by_n, E4M3, nothing, nothing, nothing, name=name)
-    content.take(weight.detach(), rounds=True)
+    values = weight.detach()
+    content = Content(weight.dtype, k_by_n, E4M3, nothing, nothing, True, blocks, nothing, changed=values, name=name)
+    content.take(values, rounds=True)
     return as_parameter(content) if content.changed is None else None
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight ``[N, K]`` -> payload ``[N, K] uint8``, its inverse scale and its amax, both ``[] float32``."""
+def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    """A weight ``[N, K]`` -> payload ``[N, K] uint8``, its inverse scale and its amax, both ``[] float32``.
+
+    With ``blocks`` (see :class:`Content`) both are ``[ceil(N/128), ceil(K/128)]``. For ``[E, N, K]`` all have a leading
+    E.
+    """
+    if weight.dim() == 3:
+        return tuple(map(torch.stack, zip(*(quantized(one, blocks) for one in weight))))  # type: ignore[return-value]
     with torch.inference_mode(False), torch.no_grad():
         weight = weight.detach().contiguous()
         index = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        payload, _, scale_inv = ops.cast_weight(weight, WeightSlot(index, E4M3.name, None, False), "rows")
-        return payload, scale_inv, max_abs(weight)
+        slot = WeightSlot(index, E4M3.name, None, False, CurrentScale(blocks=blocks))
+        payload, _, scale_inv = (ops.cast_weight_blocks if blocks else ops.cast_weight)(weight, slot, "rows")
+        return payload, scale_inv, square_amaxes(weight) if blocks else max_abs(weight)
 
 
 def dequantized(
     payload: Tensor, scale_inv: Tensor, amax: Tensor | None, dtype: torch.dtype, format: Fp8Format = E4M3
 ) -> Tensor:
     """The values of a payload. With ``amax``, their cast has the same payload and scale, if ``dtype`` represents it."""
+    if payload.dim() == 3:
+        # one by one, for the memory of the fp32 values
+        out = torch.empty(payload.shape, dtype=dtype, device=payload.device)
+        for at, one in enumerate(payload):
+            out[at] = dequantized(one, scale_inv[at], None if amax is None else amax[at], dtype, format)
+        return out
     codes = payload.view(format.dtype).float()
-    values = codes * scale_inv
-    return (values if amax is None else torch.where(codes.abs() == format.max, codes.sign() * amax, values)).to(dtype)
+    values = codes * by_element(scale_inv, codes)
+    if amax is not None:
+        values = torch.where(codes.abs() == format.max, codes.sign() * by_element(amax, codes), values)
+    return values.to(dtype)
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    """``[E, N, K]`` of ``[N, K]`` or ``[E, N, K]``."""
+    return weight if weight.dim() == 3 else weight[None]
+
+
+def _as_matrices(scale: Tensor, weight: Tensor) -> Tensor:
+    """Scales with as many dimensions as the weight."""
+    return scale[..., None, None] if scale.dim() == weight.dim() - 2 else scale
+
+
+def _relative_error(rounded: Tensor, values: Tensor) -> float:
+    """Relative RMS error of ``rounded``."""
+    norms = [
+        (float((one.float() - other.float()).norm()), float(other.float().norm()))
+        for one, other in zip(_matrices(rounded), _matrices(values), strict=True)
+    ]
+    error, whole = (math.hypot(*of) for of in zip(*norms, strict=True))
+    return error / whole

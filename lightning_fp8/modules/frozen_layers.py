@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,24 +13,32 @@ from torch import Tensor, nn
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, frozen, is_frozen
 from lightning_fp8.modules.gemm import Gemm, Layer
 from lightning_fp8.modules.stamp import Stamped
-from lightning_fp8.ops.amaxes import scale_of_current
-from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.ops.operand import Fp8Operand
 
 
-def fp8_only_operand(gemm: Gemm, weight: Fp8Parameter) -> tuple[Tensor, Fp8Operand]:
-    """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does."""
-    scale_inv = weight.scale_inv
-    if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not scale_inv and is_frozen(weight):
+def fp8_only_operand(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) -> tuple[Tensor, Fp8Operand]:
+    """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does.
+
+    ``weight`` is the parameter, or its matrix that the GEMM multiplies with.
+    """
+    scale_inv = parameter.scale_inv
+    if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not scale_inv and is_frozen(parameter):
         gemm.weight_cast.frozen_seen = scale_inv
-        _note(gemm, weight)
-    operand = Fp8Operand(*weight.operand_payloads(), scale_inv, scale_inv, weight.content.format.name)
+        _note(gemm, parameter)
+    rows, columns = parameter.operand_payloads()
+    part = gemm.weight_cast.part
+    if part is not None:
+        rows, columns, scale_inv = rows[part], columns[part], scale_inv[part]
+    columns_scale_inv = scale_inv.t() if scale_inv.dim() else scale_inv
+    operand = Fp8Operand(rows, columns, scale_inv, columns_scale_inv, parameter.content.format.name)
     return weight.place_in_graph(), operand
 
 
-def _note(gemm: Gemm, weight: Fp8Parameter) -> None:
-    # computed from the amax: the inverse of `scale_inv` may differ in the last bit
-    gemm.state.record_weight(gemm.slots["weight", True].index, weight.largest, scale_of_current(weight.largest, E4M3))
+def _note(gemm: Gemm, parameter: Fp8Parameter) -> None:
+    # other values that are loaded are rounded as the recipe says
+    parameter.content.blocks = gemm.weight_scaling.without_master
+    weight = cast(Fp8Parameter, gemm.matrix(parameter))
+    gemm.state.record_weight(gemm.slots["weight", True].index, *weight.content.amax_and_scale())
 
 
 def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
@@ -49,14 +57,26 @@ def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
 
 def free_masters(layer: Layer) -> None:
     """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
-    for gemm, weight in layer.gemms():
-        made = frozen(weight, gemm.name, gemm.k_by_n) if gemm.weight_cast.fp8_only else None
+    for weight, gemms in gemms_by_weight(layer):
+        first = gemms[0]
+        # experts have a GEMM each: the names of those of one parameter differ in their last part
+        name = first.name if first.weight_cast.part is None else first.name.rpartition(".")[0]
+        fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
+        made = frozen(weight, name, first.k_by_n, first.weight_scaling.without_master) if fp8_only else None
         if made is not None:
-            replace_weight(cast(nn.Module, layer), gemm, weight, made)
+            replace_weight(cast(nn.Module, layer), gemms, weight, made)
     for gemm, weight in layer.gemms():
         if is_frozen(weight) and weight.is_fp8:
             # compiled code does not store it in the state
             _note(gemm, weight)
+
+
+def gemms_by_weight(layer: Layer) -> list[tuple[Tensor, list[Gemm]]]:
+    """Each of the layer's own weights, with the GEMMs that use it: several for experts."""
+    found: dict[int, tuple[Tensor, list[Gemm]]] = {}
+    for gemm, weight in layer.gemms():
+        found.setdefault(id(weight), (weight, []))[1].append(gemm)
+    return list(found.values())
 
 
 def save_values(layer: Layer, saved: dict[str, Any], prefix: str) -> None:
@@ -91,17 +111,20 @@ def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, Fp8Parameter
         layer._parameters.update(cast(dict[str, nn.Parameter], held))
 
 
-def replace_weight(layer: nn.Module, gemm: Gemm, former: Tensor, new: nn.Parameter) -> None:
-    """Replace one of the layer's own parameters by one whose cast is the same, so that the histories belong to it."""
-    was_known = gemm.is_known()
+def replace_weight(layer: nn.Module, gemms: Sequence[Gemm], former: Tensor, new: nn.Parameter) -> None:
+    """Replace one of the layer's own parameters, which these GEMMs use, by one whose casts are the same, so that the
+    histories belong to it.
+    """
+    were_known = [gemm.is_known() for gemm in gemms]
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new
-    gemm.on_sharding(new)
-    # nothing may keep the memory of the former one
-    gemm.reference = Stamped()
-    if was_known:
-        gemm.refer()
+    for gemm, was_known in zip(gemms, were_known, strict=True):
+        gemm.on_sharding(new)
+        # nothing may keep the memory of the former one
+        gemm.reference = Stamped()
+        if was_known:
+            gemm.refer()
 
 
 def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:

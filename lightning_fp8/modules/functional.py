@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen
 from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
-from lightning_fp8.ops.amaxes import BLOCK
+from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
 from lightning_fp8.ops.library import can_keep_copies, is_watched, needs_transposed_payload
 from lightning_fp8.ops.operand import Fp8Operand
@@ -39,20 +39,30 @@ class Fp8Weight(NamedTuple):
     is_kept: bool = False
 
     def rows(self, rows: slice, of: Gemm) -> Fp8Weight:
-        """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block."""
+        """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block.
+
+        A weight without a master is never cast: such a slice of it has a scale for each 128 elements of a row.
+        """
         weight, operand = take_rows(self.weight, rows), self.operand
         if operand is None:
             return Fp8Weight(weight, None)
         if weight is self.weight:
             return self
-        if of.weight_scaling.blocks and (rows.start % BLOCK or rows.stop % BLOCK):
+        splits_block = rows.start % BLOCK or rows.stop % BLOCK or operand.scale_inv.dtype == torch.uint8
+        if of.weight_scaling.blocks and splits_block and not isinstance(of.weight, Fp8Parameter):
             # without the state, which must keep the amax and scale of the whole weight
             slot = of.slots["weight", False]._replace(state=None)
             return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
-        if of.weight_scaling.blocks:
-            blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
-            by_columns = operand.columns_scale_inv[:, blocks]
-            operand = operand._replace(scale_inv=operand.scale_inv[blocks], columns_scale_inv=by_columns)
+        if operand.scale_inv.dim() and len(operand.scale_inv) > 1:
+            scales = operand.scale_inv
+            if len(scales) == len(self.weight):
+                scales = scales[rows]
+            elif splits_block:
+                # a scale for each row says the same
+                scales = per_row(scales, len(self.weight))[rows]
+            else:
+                scales = scales[rows.start // BLOCK : rows.stop // BLOCK]
+            operand = operand._replace(scale_inv=scales, columns_scale_inv=scales.t())
         # without gradients the payload by columns may be empty
         columns = operand.by_columns[:, rows] if operand.by_columns.dim() == 2 else operand.by_columns
         return self._replace(weight=weight, operand=operand._replace(by_rows=operand.by_rows[rows], by_columns=columns))
@@ -92,9 +102,10 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
     if isinstance(parameter, Fp8Parameter) and parameter.is_fp8:
-        return Fp8Weight(*fp8_only_operand(gemm, parameter))
-    if kept.fp8_only:
-        weight = parameter = with_master(gemm, parameter)
+        return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
+    if kept.fp8_only or is_frozen(parameter):
+        parameter = with_master(gemm, parameter)
+        weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
     if kept.compiled_cast_is_current and is_dynamo_compiling():

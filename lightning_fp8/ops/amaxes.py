@@ -74,8 +74,14 @@ def per_row(scale: Tensor, rows: int) -> Tensor:
 
 
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
-    """Block scales of x, repeated to the shape of x."""
-    return per_row(scale, len(x)).repeat_interleave(block_of(scale), 1)[:, : x.shape[1]]
+    """Scales of x ``[M, K]``, in a shape that expands to that of x.
+
+    Along a dimension, there is one scale for all, one for each block, or one for each.
+    """
+    for dim, size in enumerate(x.shape if scale.dim() else ()):
+        if scale.shape[dim] not in (1, size):
+            scale = scale.repeat_interleave(block_of(scale), dim).narrow(dim, 0, size)
+    return scale
 
 
 def update_scales(

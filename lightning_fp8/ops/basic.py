@@ -39,8 +39,9 @@ _CAST_WEIGHT_BLOCKS = define(
 #   as one by columns has zeros at the end of its rows. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
 #   partial sums are added up in fp32 at least every 128 along K. `gemm` selects what may run it, see
-#   ops/cuda/gemm_choice.py. The shape of a scale_inv says what each scale is for: [] the whole operand, [M,
-#   ceil(K/128)] 128 elements along a row, [ceil(M/128), ceil(K/128)] a square. Both operands are in blocks or neither.
+#   ops/cuda/gemm_choice.py. The shape of a scale_inv says what each scale is for, see Fp8Tensor. If both
+#   operands are in blocks, partial sums of 128 along K are multiplied by their scales. With other scales than [] in
+#   one or both, blocks are made of them where that is possible and there is such a product; else values are used.
 _SCALED_MM = define(
     "scaled_mm(Fp8Tensor a, Fp8Tensor b, Tensor? bias, ScalarType out_dtype, bool fast_accumulation, "
     'str gemm="auto") -> Tensor',
@@ -96,7 +97,9 @@ def _in_place_fake(*_: Any, **__: Any) -> None:
 cast = implement(_CAST, reference.cast, cuda.cast, _cast_fake)
 cast_weight = implement(_CAST_WEIGHT, reference.cast_weight, cuda.cast_weight, _cast_weight_fake)
 cast_blocks = implement(_CAST_BLOCKS, blocks.cast, cuda.cast_blocks, _cast_blocks_fake)
-cast_weight_blocks = implement(_CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight_blocks, _cast_weight_blocks_fake)
+cast_weight_blocks = implement(
+    _CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight_blocks, _cast_weight_blocks_fake
+)
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
 scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
 update_scales = implement(_UPDATE_SCALES, amaxes.update_scales, cuda.update_scales, _in_place_fake)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activation_gradient
-from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import by_element, power_of_2, record_amax, scale_of_current
+from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.backward import gradients
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
@@ -29,7 +29,7 @@ from lightning_fp8.ops.operand import (
     new_payloads,
     nothing,
 )
-from lightning_fp8.ops.reference import row_chunks, scaled_mm
+from lightning_fp8.ops.reference import row_chunks
 
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,8 +58,7 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
     fmt, block = FORMATS[slot.format], BLOCKS[slot.current.blocks]
     columns, columns_scale_inv, _ = _no_cast(weight)
     if block.squares:
-        amax = _block_amax(weight, block.size)
-        amax = F.pad(amax, (0, 0, 0, -len(amax) % block.size)).unflatten(0, (-1, block.size)).amax(1)
+        amax = square_amaxes(weight, block.size)
         scale, scale_inv = block_scale(amax, fmt, slot.current)
         largest = _largest(amax)
         scale = scale if len(scale) == len(weight) else scale.repeat_interleave(block.size, 0)[: len(weight)]
@@ -79,12 +78,26 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 def cast_gradient(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`cast` of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
+    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``.
+
+    It is in blocks if the slot's is; the weight may be in blocks or rows in any case.
+    """
     dy = dy if h is None else activation_gradient(h, dy, activation)
-    return *cast(dy, slot, layout), dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    if slot.current.blocks:
+        made = cast(dy, slot, layout)
+    else:
+        rows, columns, scale_inv = reference.cast(dy, slot, "none", layout)
+        made = rows, columns, scale_inv, scale_inv
+    return *made, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
-linear_backward = functools.partial(gradients, cast_gradient, scaled_mm)
+linear_backward = functools.partial(gradients, cast_gradient, reference.scaled_mm)
+
+
+def square_amaxes(weight: Tensor, size: int = BLOCK) -> Tensor:
+    """``max|w|`` of each square of a weight, ``[ceil(N/size), ceil(K/size)] float32``."""
+    amax = _block_amax(weight, size)
+    return F.pad(amax, (0, 0, 0, -len(amax) % size)).unflatten(0, (-1, size)).amax(1)
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> tuple[Tensor, Tensor]:

@@ -55,8 +55,8 @@ def _power_of_2(codes: Tensor) -> Tensor:
 def to_tiles(codes: Tensor) -> Tensor:
     """Codes ``[rows, blocks]`` in the order in which the hardware reads them, ``[*] uint8``.
 
-    Rows are padded to 128 and blocks to 4, with zeros. Tiles of 128 x 4 follow each other by rows; within one, the scale
-    of row r and block c is at ``(r % 32) * 16 + (r // 32) * 4 + c``.
+    Rows are padded to 128 and blocks to 4, with zeros. Tiles of 128 x 4 follow each other by rows; within one, the
+    scale of row r and block c is at ``(r % 32) * 16 + (r // 32) * 4 + c``.
     """
     rows, blocks = codes.shape
     padded = F.pad(codes, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))

@@ -92,7 +92,7 @@ def _linear_backward_fake(
 def _linear_backward_on_cpu(
     dy: Tensor, h: Tensor | None, activation: str, x: Columns, w: Columns, slot: Slot, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    implementation = blocks if slot.current.blocks else reference
+    implementation = blocks if slot.current.blocks or w.scale_inv.dim() else reference
     return implementation.linear_backward(dy, h, activation, x, w, slot, *rest)
 
 

@@ -74,7 +74,7 @@ class Fp8Operand(NamedTuple):
         by_rows: ``[M, K] uint8``, for fprop; empty if not requested.
         by_columns: for dgrad or wgrad; empty if not requested. Where GEMMs take K-major operands only, of the shape of
             :func:`columns_shape`, else ``by_rows`` transposed.
-        scale_inv: ``[] float32``, of the payload by rows.
+        scale_inv: ``[] float32``, of the payload by rows; or several, see :class:`Fp8Tensor`.
         columns_scale_inv: of the payload by columns; the same tensor as ``scale_inv`` if the operand has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
@@ -91,8 +91,10 @@ class Fp8Tensor(NamedTuple):
 
     Attributes:
         payload: ``[M, K] uint8``; the product sums over K.
-        scale_inv: ``[] float32``, or one for each block: ``[M, ceil(K/128)]`` for 128 elements along a row,
-            ``[ceil(M/128), ceil(K/128)]`` for a square. ``uint8`` are scales in E8M0, of blocks of 32.
+        scale_inv: ``[] float32``, or with a number of scales for each dimension: one for all, one for every 128, or one
+            for each. Blocks are ``[M, ceil(K/128)]``, 128 elements along a row, and ``[ceil(M/128), ceil(K/128)]``,
+            squares; a weight may have ``[M, 1]``, one for each row, and by columns ``[1, K]``. Those in
+            ``uint8`` are in E8M0, for every 32.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
@@ -174,6 +176,11 @@ class CurrentScale(NamedTuple):
     def in_e8m0(self) -> bool:
         """Whether scales are powers of two in one byte."""
         return self.blocks.startswith("e8m0")
+
+    @property
+    def without_master(self) -> str:
+        """The blocks of a weight that is kept in FP8 only: both of its payloads have the same codes."""
+        return "float32" if self.in_e8m0 else self.blocks
 
     @property
     def adjusts_amax(self) -> bool:
@@ -265,10 +272,11 @@ def new_payloads(like: Tensor, shape: Sequence[int], layout: str) -> tuple[Tenso
 
 
 def by_columns(payload: Tensor) -> Tensor:
-    """The payload by columns from that by rows ``[M, K]``, contiguous."""
-    rows, columns = len(payload), payload.new_empty(columns_shape(*payload.shape))
-    columns[:, :rows] = payload.t()
-    columns[:, rows:] = 0
+    """The payload by columns from that by rows ``[M, K]``, contiguous; for ``[E, M, K]`` those of all matrices."""
+    *stack, rows, width = payload.shape
+    columns = payload.new_empty(*stack, *columns_shape(rows, width))
+    columns[..., :rows] = payload.mT
+    columns[..., rows:] = 0
     return columns
 
 

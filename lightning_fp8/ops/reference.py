@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, as_asked, max_abs, per_row, scale_of_current
+from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, per_row, scale_of_current
 from lightning_fp8.ops.backward import Backward
 from lightning_fp8.ops.counting import count, is_counting
-from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, values_of
+from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, scaled_values, values_of
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import Fp8Tensor, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
@@ -107,8 +107,9 @@ def scaled_mm(
     gemm: str = "auto",
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
-    if a.scale_inv.dim():
-        return scaled_mm_in_blocks(a, b, bias, out_dtype)
+    if a.scale_inv.dim() or b.scale_inv.dim():
+        product = scaled_mm_in_blocks if are_in_blocks(a, b) else scaled_mm_dequantized
+        return product(a, b, bias, out_dtype)
     codes, (m, a_k), (n, b_k) = a.payload, a.payload.shape, b.payload.shape
     out, k = torch.empty(m, n, dtype=out_dtype, device=codes.device), min(a_k, b_k)
     # oneDNN's bf16 GEMM takes several times as long as fp32 for one row, as in generation
@@ -140,6 +141,37 @@ def scaled_mm_in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dty
                 torch.mm(a_values[:, along_k], b_values[along_k], out=partial)
             sums += partial.mul_(a_scales[rows, number, None] * b_scales[number])
         out[rows] = sums if bias is None else sums.add_(bias.to(out_dtype))
+    return out
+
+
+def are_in_blocks(*operands: Fp8Tensor) -> bool:
+    """Whether both operands of a product have scales for every 128 elements along K."""
+    k = min(operand.payload.shape[1] for operand in operands)
+    return all(
+        one.scale_inv.dim() == 2
+        and one.scale_inv.dtype == torch.float32
+        and one.scale_inv.shape[1] == -(-k // BLOCK)
+        and len(one.scale_inv) in (len(one.payload), -(-len(one.payload) // BLOCK))
+        for one in operands
+    )
+
+
+def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The same with any scales, from dequantized operands: in fp32 on the CPU, rounded to ``out_dtype`` on a GPU."""
+    (m, a_k), (n, b_k) = a.payload.shape, b.payload.shape
+    out, k = torch.empty(m, n, dtype=out_dtype, device=a.payload.device), min(a_k, b_k)
+    dtype = out_dtype if out.is_cuda else torch.float32
+    b_values = scaled_values(b.payload[:, :k], b.scale_inv, b.format).to(dtype).t()
+    a_scales = by_element(a.scale_inv, a.payload[:, :k]).expand(m, -1) if a.scale_inv.dim() else None
+    addend = None if bias is None else bias.to(out_dtype).to(dtype)
+    for rows in [slice(m)] if out.is_cuda else row_chunks(m, max(a_k, n)):
+        scales = a.scale_inv if a_scales is None else a_scales[rows]
+        a_values = scaled_values(a.payload[rows, :k], scales, a.format).to(dtype)
+        # scaled values are no bf16 values: nothing may round them
+        into = out[rows] if out_dtype == dtype else torch.empty(len(a_values), n, dtype=dtype, device=out.device)
+        torch.addmm(into if addend is None else addend, a_values, b_values, beta=int(addend is not None), out=into)
+        if into.dtype != out_dtype:
+            out[rows] = into
     return out
 
 

@@ -122,9 +122,7 @@ def _cast_weights(
         operands.append(operand)
         if scale is not None and is_counting(slot):
             whole = scale.index_select(0, slot.index)[0]
-            count(
-                weight, blocks.scale_to_count(operand.scale_inv, weight) if current.blocks else whole, slot
-            )
+            count(weight, blocks.scale_to_count(operand.scale_inv, weight) if current.blocks else whole, slot)
     return operands
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.gemm import ROW_BYTES, Split
+from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
 from lightning_fp8.ops.cuda.gemm_table import Choice
 from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.ops.reference import are_in_blocks
 
 # elements of K in a step; each part of a split has at least one step
 _STEP = 128
@@ -27,7 +29,7 @@ def scaled_mm(
     gemm: str = "auto",
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
-    if a.scale_inv.dim():
+    if a.scale_inv.dim() or b.scale_inv.dim():
         return _in_blocks(a, b, bias, out_dtype, gemm)
     promote = not fast_accumulation
     (m, k), (n, b_k) = a.payload.shape, b.payload.shape
@@ -77,14 +79,27 @@ def run_choice(
 
 
 def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
-    """:func:`scaled_mm` where each block has a scale. Our kernels do not support squares in a, and always promote."""
+    """:func:`scaled_mm` where one or both operands have several scales. Our kernels do not support squares in a, and
+    always promote.
+    """
+    if a.scale_inv.dtype == b.scale_inv.dtype == torch.uint8:
+        return plain.scaled_mm_mx(a, b, bias, output)
+    is_mixed = not are_in_blocks(a, b)
+    if is_mixed:
+        k = min(a.payload.shape[1], b.payload.shape[1])
+        a_blocks, b_blocks = plain.as_blocks(a, k, 1), plain.as_blocks(b, k, BLOCK)
+        if a_blocks is None or b_blocks is None:
+            return plain.scaled_mm_dequantized(a, b, bias, output)
+        a, b = a_blocks, b_blocks
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k) if len(a.scale_inv) == m else Choice(None)
     b_scale_rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
     found = kernels.kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
-    if found is None:
-        return plain.scaled_mm_in_blocks(a, b, bias, output)
-    return _launch(found, a, b, bias, output)
+    if found is not None:
+        return _launch(found, a, b, bias, output)
+    if is_mixed and not plain.multiplies_blocks(a, b):
+        return plain.scaled_mm_dequantized(a, b, bias, output)
+    return plain.scaled_mm_in_blocks(a, b, bias, output)
 
 
 def _launch(found: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
