@@ -30,8 +30,8 @@ _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -
 #   uint8, are for 32 elements. `layout`, M' and recording are as for `cast`.
 _CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
 # cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32, empty). The
-#   same for squares of 128 x 128, or 32 x 32 with scales in E8M0; payload_t has the transposed scales. Where blocks of a
-#   weight are no squares, the results are those of cast_blocks. The largest amax and its scale are stored in the state.
+#   same for squares of 128 x 128, or 32 x 32 with scales in E8M0; payload_t has the transposed scales. Where blocks of
+#   a weight are no squares, the results are those of cast_blocks. The state gets the largest amax and its scale.
 _CAST_WEIGHT_BLOCKS = define(
     "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)"
 )
