@@ -192,7 +192,7 @@ class Counted:
             # counted by `cast_gated`, which it calls
             return
         role = "gradients" if "FORMAT=E5M2" in kernel.variant.defines else "inputs"
-        passes = 1 if result.row.current_amax is None else 2
+        passes = 1 if result.current_amax is None else 2
         self.now[role] += 1
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (x, dy) if tensor is not None)
         self.now["written"] += result.y.nbytes + result.y_t.nbytes
@@ -207,7 +207,7 @@ class Counted:
         of_up: casts.Result | None = None,
     ) -> None:
         results = [one for one in (result, of_up) if one is not None]
-        passes = 1 if all(one.row.current_amax is None for one in results) else 2
+        passes = 1 if all(one.current_amax is None for one in results) else 2
         self.now["inputs" if dy is None else "gradients"] += len(results)
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
         self.now["written"] += sum(one.y.nbytes + one.y_t.nbytes for one in results)

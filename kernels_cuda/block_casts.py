@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels_cuda.casts import INPUTS, TENSORS, TILE_ROWS, aligned_loads, aligned_stores
+from kernels_cuda.casts import INPUTS, TENSORS, TILE_ROWS, aligned
 from kernels_cuda.launch import Kernel, address
 
 # elements along a row that share a scale
@@ -44,7 +44,7 @@ def cast_blocks(
     (rows, columns), x_at, stride = x.shape, x.data_ptr(), x.stride(0)
     (y, scale_inv), (y_t, scale_inv_t) = by_rows or (None, None), by_columns or (None, None)
     y_at, y_t_at = address(y), address(y_t)
-    aligned = aligned_loads(x_at, stride * x.element_size()) | aligned_stores(y_at, y_t_at, columns)
+    flags = aligned(x_at, stride * x.element_size(), y_at, y_t_at, columns)
     kernel(
         -(-rows // TILE_ROWS) * -(-columns // BLOCK),
         x_at,
@@ -56,7 +56,7 @@ def cast_blocks(
         0,
         rows,
         columns,
-        aligned,
+        flags,
         address(scale_inv),
         address(scale_inv_t),
         *(address(one) for one in recorded or (None, None)),

@@ -42,57 +42,47 @@ def layout(definitions: tuple[str, ...]) -> str:
     return _GATED_LAYOUT if ACTIVATIONS["swiglu"] in definitions else _CAST_TRANSPOSE_LAYOUT
 
 
-class Row(NamedTuple):
-    """One tensor's place in the scaling state.
-
-    Attributes:
-        scale: ``[R] float32``.
-        newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it).
-        index: ``[1] int64``, which of the R.
-        amax: ``[R] float32`` to record in, or None.
-        current_amax: ``[] float32``, initially zero; receives the amax that scales a tensor without a history. None for
-            a tensor that has one.
-        after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
-    """
-
-    scale: Tensor
-    newest: Tensor
-    index: Tensor  # type: ignore[assignment]
-    amax: Tensor | None = None
-    current_amax: Tensor | None = None
-    after_measuring: Callable[[Tensor], object] | None = None
-
-
 def column_sum_tiles(rows: int) -> int:
     """The number of rows of ``column_sums`` for a tensor with this many rows."""
     return -(-rows // TILE_ROWS)
 
 
 class Result(NamedTuple):
-    """The outputs of a cast of one tensor ``[rows, columns]``.
+    """A cast of one tensor ``[rows, columns]``: its place in the scaling state, and its outputs.
 
     Attributes:
-        row: which scale, and where to record. With ``current_amax`` a first launch measures it where it is needed.
+        scale: ``[R] float32``.
+        newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it).
+        index: ``[1] int64``, which of the R.
+        amax: ``[R] float32`` to record in, or None.
         scale_inv: ``[] float32``, written.
         y: ``[rows, columns] uint8``, written; row-contiguous. Empty if not requested.
         y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``. Empty likewise.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written; None for the output of an activation.
+        current_amax: ``[] float32``, initially zero; receives the amax that scales a tensor without a history, measured
+            by a first launch where it is needed. None for a tensor that has a history.
+        after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
     """
 
-    row: Row
+    scale: Tensor
+    newest: Tensor
+    index: Tensor  # type: ignore[assignment]
+    amax: Tensor | None
     scale_inv: Tensor
     y: Tensor
     y_t: Tensor
     column_sums: Tensor | None = None
+    current_amax: Tensor | None = None
+    after_measuring: Callable[[Tensor], object] | None = None
 
     def half(self, which: int) -> Result:
         """The first or the second half of the columns of all outputs."""
-        outputs = ((self.y, 1), (self.y_t, 0), (self.column_sums, 1))
-        halves = (
-            tensor.chunk(2, dim=dim)[which] if tensor is not None and tensor.numel() else tensor
-            for tensor, dim in outputs
+        y, y_t = (
+            payload.chunk(2, dim=dim)[which] if payload.numel() else payload
+            for payload, dim in ((self.y, 1), (self.y_t, 0))
         )
-        return Result(self.row, self.scale_inv, *halves)  # type: ignore[arg-type]
+        sums = None if self.column_sums is None else self.column_sums.chunk(2, dim=1)[which]
+        return self._replace(y=y, y_t=y_t, column_sums=sums)
 
 
 def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None = None, gated: bool = False) -> None:
@@ -114,16 +104,15 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
     dy_at = dy_stride = current_at = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
-    loads = aligned_loads(x_at | dy_at, (stride | dy_stride) * size)
-    row, scale_inv, y, y_t, column_sums = result
-    scale, newest, index, amax, current_amax, after_measuring = row
-    if current_amax is not None:
-        current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
-        kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, loads, *_measuring(row), 1)
-        if after_measuring is not None:
-            after_measuring(current_amax)
+    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, after_measuring = result
     # of an empty tensor, this is 0
     y_at, y_t_at = y.data_ptr(), y_t.data_ptr()
+    flags = aligned(x_at | dy_at, (stride | dy_stride) * size, y_at, y_t_at, columns)
+    if current_amax is not None:
+        current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
+        kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, flags & _LOADS, *_measuring(result), 1)
+        if after_measuring is not None:
+            after_measuring(current_amax)
     kernel(
         grid,
         x_at,
@@ -135,7 +124,7 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
         dy_stride,
         rows,
         columns,
-        loads | aligned_stores(y_at, y_t_at, columns),
+        flags,
         scale.data_ptr(),
         newest.data_ptr(),
         index.data_ptr(),
@@ -164,31 +153,30 @@ def cast_gated(
     second = results[-1]
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     x_at, up_at, dy_at, dy_stride = gate.data_ptr(), up.data_ptr(), address(dy), 0 if dy is None else dy.stride(0)
-    loads = aligned_loads(x_at | up_at | dy_at, (stride | dy_stride) * size)
     widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None and tensor.numel()}
     (width,) = widths or {columns}
     shape = (stride, dy_stride, rows, columns)
-    if any(one.row.current_amax is not None for one in (result, second)):
-        measuring, of_up_measuring = _measuring(result.row), _measuring(second.row)
-        kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
-        for row in (one.row for one in results):
-            if row.current_amax is not None and row.after_measuring is not None:
-                row.after_measuring(row.current_amax)
     outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
-    aligned = loads | aligned_stores(outputs[0] | up_outputs[0], outputs[1] | up_outputs[1], width)
+    row_bytes, payloads = (stride | dy_stride) * size, (outputs[0] | up_outputs[0], outputs[1] | up_outputs[1])
+    flags = aligned(x_at | up_at | dy_at, row_bytes, *payloads, width)
+    if any(one.current_amax is not None for one in (result, second)):
+        loads, measuring, of_up_measuring = flags & _LOADS, _measuring(result), _measuring(second)
+        kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
+        for one in results:
+            if one.current_amax is not None and one.after_measuring is not None:
+                one.after_measuring(one.current_amax)
     casting, of_up_casting = _casting(result), _casting(second)
-    kernel(grid, x_at, dy_at, *outputs, *shape, aligned, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
+    kernel(grid, x_at, dy_at, *outputs, *shape, flags, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
 
 
-def _measuring(row: Row) -> tuple[int, ...]:
-    current = address(row.current_amax)
-    return row.scale.data_ptr(), row.newest.data_ptr(), row.index.data_ptr(), current, current, 0
+def _measuring(result: Result) -> tuple[int, ...]:
+    current = address(result.current_amax)
+    return result.scale.data_ptr(), result.newest.data_ptr(), result.index.data_ptr(), current, current, 0
 
 
 def _casting(result: Result) -> tuple[int, ...]:
-    scale, newest, index, amax, current, _ = result.row
-    at = scale.data_ptr(), newest.data_ptr(), index.data_ptr(), address(current), address(amax)
-    return *at, result.scale_inv.data_ptr()
+    at = result.scale.data_ptr(), result.newest.data_ptr(), result.index.data_ptr()
+    return *at, address(result.current_amax), address(result.amax), result.scale_inv.data_ptr()
 
 
 def weights_variant(squares: bool) -> tuple[str, ...]:
@@ -249,9 +237,9 @@ def weight_table(weights: Sequence[Weight], squares: bool = False) -> WeightTabl
     current_amax, scale_inv = memory[-count:].view(torch.float32)[:count], _new_scales(weights, squares)
     for number, ((x, index, y, y_t), inverse) in enumerate(zip(weights, scale_inv, strict=True)):
         (rows, columns), x_at, y_at, y_t_at = x.shape, x.data_ptr(), address(y), address(y_t)
-        aligned = aligned_loads(x_at, x.stride(0) * x.element_size()) | aligned_stores(y_at, y_t_at, columns)
+        flags = aligned(x_at, x.stride(0) * x.element_size(), y_at, y_t_at, columns)
         # two 32-bit fields a word, the first in the lower half
-        words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, aligned, address(index)]
+        words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, flags, address(index)]
         words += [current_amax.data_ptr() + 4 * number, inverse.data_ptr(), list(INPUTS).index(x.dtype)]
         tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // (TILE_ROWS if squares else TILE_COLUMNS)))
     if count == 1:
@@ -306,13 +294,9 @@ def _over_weights(
     kernel(table.tiles, *pointers, len(table.scale_inv), int(measure), int(power_of_two), *table.one)
 
 
-def aligned_stores(y: int, y_t: int, columns: int) -> int:
-    """Which payloads, by their addresses, can be stored in whole words."""
+def aligned(x: int, row_bytes: int, y: int, y_t: int, columns: int) -> int:
+    """Whether a tensor, by its address, can be read in words of 16 bytes, and which payloads stored in whole words."""
     # a power of two divides all of the numbers if it divides their bitwise or
-    by_rows, by_columns = y and not (y | columns) & 7, y_t and not y_t & 15
-    return (_ROWS if by_rows else 0) | (_COLUMNS if by_columns else 0)
-
-
-def aligned_loads(x: int, row_bytes: int) -> int:
-    """Whether a tensor, by its address, can be read in words of 16 bytes."""
-    return 0 if (x | row_bytes) & 15 else _LOADS
+    loads = 0 if (x | row_bytes) & 15 else _LOADS
+    by_rows = _ROWS if y and not (y | columns) & 7 else 0
+    return loads | by_rows | (_COLUMNS if y_t and not y_t & 15 else 0)

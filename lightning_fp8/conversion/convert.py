@@ -69,7 +69,8 @@ def convert(
             layers that they adapt always do. Default False, or for a converted model its current setting.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
             layers and frees their masters: one byte per parameter, or two on a GPU where gradients pass through to the
-            input. Outputs and gradients stay bit-identical. ``"master"`` keeps masters, and restores them, with rounded
+            input. Outputs and gradients stay bit-identical; with ``BlockScaling`` not those of an attention whose
+            width is no multiple of 128. ``"master"`` keeps masters, and restores them, with rounded
             values, for weights that have none. Tied and sharded weights always keep theirs;
             :func:`describe` says so. Default ``"master"``, or for a converted model its current setting.
         overrides: the precision, ``"fp8"`` or ``"bf16"``, of the products of some layers, in place of the recipe's: by

@@ -38,11 +38,20 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
 
 
 def restore_masters(layers: Iterable[Fp8Module]) -> None:
-    """Give a master, with rounded values, to each weight that is kept in FP8 only, with a warning."""
+    """Give a master to each weight that is kept in FP8 only, with a warning: it has rounded values, or more memory."""
     layers = list(layers)
-    rounded = what_was_rounded(weight for layer in layers for _, weight in layer.gemms())
+    weights = [weight for layer in layers for weight, _ in gemms_by_weight(layer)]
+    rounded = what_was_rounded(weights)
     if rounded is not None:
         warnings.warn(f"{rounded}. They have masters again, which hold the rounded values.", stacklevel=2)
+    published = [weight.content.name for weight in weights if is_frozen(weight) and weight.content.has_own_codes]
+    if published:
+        warnings.warn(
+            f"{len(published)} weights were kept in the FP8 codes that they came in, {published[0]!r} the first. They"
+            " have masters now, with the memory of their dtype, and these are cast again. `describe(model)` says what"
+            " keeps a weight from being in FP8 only.",
+            stacklevel=2,
+        )
     for layer in layers:
         for weight, gemms in gemms_by_weight(layer):
             for gemm in gemms:

@@ -67,6 +67,11 @@ class Content:
         """The values, in the shape of the weight and in its dtype."""
         return self._as_stored(self._n_by_k()) if self.changed is None else self.changed
 
+    @property
+    def has_own_codes(self) -> bool:
+        """Whether it still holds the codes and scales that it came with; these are never rounded."""
+        return self.is_frozen and self.largest is None and self.changed is None
+
     def take(self, values: Tensor, rounds: bool) -> None:
         """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are.
 
@@ -97,9 +102,8 @@ class Content:
             return
         if not is_same and self.largest is None:
             warn_once(
-                f"The FP8 codes of {self.name!r}, which came with their scales, were replaced by other values, and"
-                " these were rounded. If processes share a model, load the same files on each of them. This is said"
-                " for the first such weight only."
+                "FP8 codes that came with their scales were replaced by other values, which are rounded; `state_dict`"
+                " names the worst weight. Load the same files on each process, and checkpoints of this model only."
             )
         if rounds or self.changed is not None:
             self.error = 0.0 if is_same else _relative_error(rounded, n_by_k)
@@ -136,8 +140,9 @@ class Content:
                 missing = torch.Size(-size % length if at == dim else other for at, other in enumerate(codes.shape))
                 codes = torch.cat((codes, codes.new_zeros(missing)), dim).unflatten(dim, (-1, length)).amax(dim + 1)
         amaxes = (codes.view(self.format.dtype).float() * scale_inv).flatten()
-        at = amaxes.argmax()
-        return amaxes[at], scale_inv.flatten()[at].reciprocal()
+        # an index would wait for a GPU
+        at = amaxes.argmax()[None]
+        return amaxes.index_select(0, at)[0], scale_inv.flatten().index_select(0, at)[0].reciprocal()
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Content:
         """A copy with ``function`` applied to each tensor, for example to move it to another device."""
@@ -307,6 +312,13 @@ class Fp8Parameter(Tensor):
         if isinstance(weight, Fp8Parameter):
             if func in (_aten.detach.default, _aten.alias.default) or _is_all_of(weight, func, args):
                 return Fp8Parameter(weight.content)
+            if func is _aten.split.Tensor and weight.content.has_own_codes:
+                raise RuntimeError(
+                    f"The weight of {weight.content.name!r} is kept in the FP8 codes that it came in, and cannot be"
+                    " split over processes, as by `fully_shard` or `parallelize_module`: use DDP, or call"
+                    " `lightning_fp8.convert(model, frozen_weights='master')` first. `weight.dequantized()` gives the"
+                    " values."
+                )
             if func is _aten.select.int and weight.dim() == 3 and weight.is_fp8 and args[1] == 0:
                 return Fp8Parameter(weight.content.mapped(lambda held: held[args[2]]))
             if func is _aten._to_copy.default and weight.is_fp8 and kwargs.get("dtype") in (None, weight.dtype):

@@ -294,6 +294,6 @@ def _called(module: Fp8Module) -> str:
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype where autocast is on, else that of ``x``."""
-    device = x.device.type
+    device = "cuda" if x.is_cuda else "cpu"
     # autocast does not support the meta device, which serves for shapes and FLOPs
-    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not x.is_meta else x.dtype

@@ -174,7 +174,7 @@ class Gemm:
         reference, owner = self.reference, self._owner
         if reference is not None and reference.plain is not None and owner is not None:
             # the usual case takes a short path, as each forward of the model asks this of all weights
-            weight, version, address = reference.plain
+            weight, version, address = reference.plain[:3]
             layer = owner.layer()
             is_same = layer is not None and layer._parameters.get(owner.parameter) is weight
             # its `.data` may have become an inference tensor

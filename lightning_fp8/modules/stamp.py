@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -38,19 +39,32 @@ class Stamped:
 
     Attributes:
         key: the stamps of one or more tensors.
-        plain: one plain parameter, its version and address, which are enough to see that nothing has changed; None for
-            anything else.
+        plain: one plain parameter, and what its stamp is made of; None for anything else.
     """
 
     __slots__ = ("_held", "key", "plain")
 
     def __init__(self, *tensors: Tensor) -> None:
         self.key: tuple[Hashable, ...] = stamps(tensors)
-        self.plain: tuple[Tensor, int, int] | None = None
+        self.plain: tuple[Tensor, int, int, torch.dtype, torch.Size, tuple[int, ...]] | None = None
         first = tensors[0] if len(tensors) == 1 else None
         if type(first) is Parameter and not (first.is_inference() or is_sharded(first)):
-            self.plain = first, first._version, first.data_ptr()
+            self.plain = first, first._version, first.data_ptr(), first.dtype, first.shape, first.stride()
         self._held = [*map(_held, tensors)]
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the stamp of ``tensor`` as it is now."""
+        if self.plain is None or self.plain[0] is not tensor or tensor.is_inference():
+            return self.key == stamp(tensor)
+        # the usual case takes a short path, as each forward asks this of weight and bias
+        _, version, address, dtype, shape, strides = self.plain
+        return (
+            tensor._version == version
+            and tensor.data_ptr() == address
+            and tensor.dtype == dtype
+            and tensor.shape == shape
+            and tensor.stride() == strides
+        )
 
 
 def stamps(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:

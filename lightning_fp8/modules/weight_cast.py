@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.modules.stamp import Stamped, stamp
+from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling import optimizer_steps
 
@@ -39,7 +39,7 @@ class KeptCast(Generic[T]):
     def get(self, tensor: Tensor) -> T | None:
         """The cast of ``tensor``; None if there is none, or it may be stale."""
         made_of = self._made_of
-        if made_of is None or made_of.key != stamp(tensor):
+        if made_of is None or not made_of.is_of(tensor):
             return None
         if self._steps != optimizer_steps.count and (tensor.requires_grad or tensor.grad is not None):
             return None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.operand import CurrentScale
 
@@ -74,14 +75,14 @@ def per_row(scale: Tensor, rows: int) -> Tensor:
 
 
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
-    """Scales of x ``[M, K]``, in a shape that expands to that of x.
+    """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
     Along a dimension, there is one scale for all, one for each block, or one for each.
     """
     for dim, size in enumerate(x.shape if scale.dim() else ()):
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(block_of(scale), dim).narrow(dim, 0, size)
-    return scale
+    return e8m0.values_of(scale) if scale.dtype == torch.uint8 else scale
 
 
 def update_scales(

@@ -7,8 +7,6 @@ is cast once, and its scales by columns are the transpose of those by rows. Noth
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch import Tensor
 from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, record_amax, scale_of_current
-from lightning_fp8.ops.backward import gradients
+from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
@@ -91,7 +89,7 @@ def cast_gradient(
     return *made, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
-linear_backward = functools.partial(gradients, cast_gradient, reference.scaled_mm)
+linear_backward = gradients_by(cast_gradient, reference.scaled_mm)
 
 
 def square_amaxes(weight: Tensor, size: int = BLOCK) -> Tensor:
@@ -188,6 +186,4 @@ def scale_to_count(scale_inv: Tensor, x: Tensor) -> Tensor:
     """The scale of each element, reduced a little: a block's largest value is scaled to the format's maximum or, by
     rounding, just above it, and must not count as clipped.
     """
-    if scale_inv.dtype == torch.uint8:
-        return e8m0.multipliers_of(by_element(scale_inv, x))
-    return by_element(scale_inv.reciprocal() * (1 - 2**-20), x)
+    return by_element(scale_inv, x).reciprocal() * (1 - 2**-20)

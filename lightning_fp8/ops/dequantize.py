@@ -1,11 +1,10 @@
-"""The values of FP8 codes in fp32: on the CPU exact, but for a power of two."""
+"""The values of FP8 codes on the CPU, in fp32: exact, but for a power of two."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Operand
@@ -36,15 +35,9 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
 
 
 def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
-    """``code * scale_inv`` in fp32, on any device; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
-    scales = by_element(scale_inv, payload)
-    if payload.device.type != "cpu":
-        values = payload.view(FORMATS[format].dtype).float()
-    elif scales.dtype == torch.float32:
-        return dequantize(payload, format).mul_(scales * DEQUANTIZED_SHIFT[format])
-    else:
-        values = dequantize(payload, format).mul_(DEQUANTIZED_SHIFT[format])
-    return values.mul_(e8m0.values_of(scales) if scales.dtype == torch.uint8 else scales)
+    """``code * scale_inv`` in fp32; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
+    # two factors: their product may overflow
+    return dequantize(payload, format).mul_(DEQUANTIZED_SHIFT[format]).mul_(by_element(scale_inv, payload))
 
 
 def keep_values(operand: Fp8Operand) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activated_width, gated, gated_gradients
-from lightning_fp8.ops.backward import gradient_layout, gradients
+from lightning_fp8.ops.backward import gradient_layout, gradients_by
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import define, differentiable_in_layers, implement, needs_transposed_payload
@@ -238,11 +238,10 @@ def _gated_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     of_layers = []
     if needs_transposed_payload(given.da):
         casts = cuda.cast_gated_gradients(*hidden, slots, gradient_layout(x, given.w_gate), given.biases)
-        for (rows, columns, scale_inv, db), slot, w, bias in zip(casts, slots, weights, given.biases, strict=True):
-            cast = _returning(rows, columns, scale_inv, scale_inv, db)
+        for made, slot, w, bias in zip(casts, slots, weights, given.biases, strict=True):
             # in place of the gradient, a tensor of its shape
             rest = given.gate, None, "none", x, w, slot, *types, bias
-            of_layers.append(gradients(cast, scaled_mm.run, *rest))
+            of_layers.append(gradients_by(_returning(*made), scaled_mm.run)(*rest))
     else:
         for gradient, slot, w, bias in zip(gated_gradients(*hidden), slots, weights, given.biases, strict=True):
             of_layers.append(linear_backward.run(gradient, None, "none", x, w, slot, *types, bias))

@@ -284,7 +284,8 @@ def implement_differentiable(
         eager: what runs instead of the operator where nothing watches operators.
         forward: what the operator computes.
         save: ``(ctx, output, *arguments)``, saves tensors for backward.
-        backward: ``(ctx, *gradients of the output)``, returns the gradients of ``positions``.
+        backward: ``(ctx, *gradients of the output)``, returns the gradients of ``positions``, and possibly more that
+            are None.
         fake: the shapes of what the operator computes.
     """
 
@@ -293,7 +294,7 @@ def implement_differentiable(
 
     def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * len(operator.op._schema.arguments)
-        for at, gradient in zip(positions, backward(ctx, *gradients), strict=True):
+        for at, gradient in zip(positions, backward(ctx, *gradients), strict=False):
             found[at] = gradient
         return tuple(found)
 

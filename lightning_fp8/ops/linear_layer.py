@@ -76,16 +76,16 @@ def _linear_backward_fake(
     dy: Tensor,
     h: Tensor | None,
     activation: str,
-    x: Columns,
-    w: Columns,
+    x_fp8_t: Columns,
+    w_fp8_t: Columns,
     slot: Slot,
     dx_dtype: torch.dtype,
     dw_dtype: torch.dtype,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = dy.shape if h is None else h.shape
-    dx = nothing(dy, dx_dtype) if w.payload is None else dy.new_empty(m, w.payload.shape[0], dtype=dx_dtype)
-    dw = dy.new_empty(n, 0 if x.payload is None else x.payload.shape[0], dtype=dw_dtype)
+    (m, n), x, w = dy.shape if h is None else h.shape, x_fp8_t.payload, w_fp8_t.payload
+    dx = nothing(dy, dx_dtype) if w is None else dy.new_empty(m, w.shape[0], dtype=dx_dtype)
+    dw = dy.new_empty(n, 0 if x is None else x.shape[0], dtype=dw_dtype)
     return dx, dw, dy.new_empty(n if bias else 0, dtype=torch.float32)
 
 
@@ -111,7 +111,7 @@ def _save_for_backward(
     dy: Slot,
     out_dtype: torch.dtype,
 ) -> None:
-    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
     # one byte per element where the product is in FP8, and only what the gradients need
     ctx.save_for_backward(
         x_fp8.by_columns if needs_weight else None,
@@ -124,12 +124,15 @@ def _save_for_backward(
     ctx.rest = dy, x_fp8.format, w_fp8.format, x.shape, dtypes
 
 
-def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _linear_backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, and None for the other arguments of :func:`_linear`."""
+    if dy is None:
+        return (None,) * 8
     if torch.is_grad_enabled():
         refuse_double_backward()
     x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
     slot, x_format, w_format, shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     is_fp8 = (x_t is None or x_t.dtype == torch.uint8) and (w_t is None or w_t.dtype == torch.uint8)
     x, w = Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format)
     dx, dw, db = (linear_backward if is_fp8 else _gradients_in_part)(
@@ -139,6 +142,11 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None
         (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
         dw if needs_weight else None,
         (db if db.dtype == bias_dtype else db.to(bias_dtype)) if needs_bias else None,
+        None,
+        None,
+        None,
+        None,
+        None,
     )
 
 
@@ -195,10 +203,7 @@ class _Linear(Differentiable):
     """The operator where nothing watches operators."""
 
     forward = staticmethod(_linear)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:  # type: ignore[override]
-        return (None,) * 8 if dy is None else (*_linear_backward(ctx, dy), *(None,) * 5)
+    backward = staticmethod(_linear_backward)
 
 
 linear = implement_differentiable(

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, per_row, scale_of_current
-from lightning_fp8.ops.backward import Backward
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, scaled_values, values_of
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Fp8Tensor, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import Columns, Fp8Tensor, Slot, WeightSlot, in_layout
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.switch import Switch
 
@@ -157,21 +155,19 @@ def are_in_blocks(*operands: Fp8Tensor) -> bool:
 
 
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The same with any scales, from dequantized operands: in fp32 on the CPU, rounded to ``out_dtype`` on a GPU."""
+    """The same with any scales, from ``code * scale_inv`` in fp32."""
     (m, a_k), (n, b_k) = a.payload.shape, b.payload.shape
-    out, k = torch.empty(m, n, dtype=out_dtype, device=a.payload.device), min(a_k, b_k)
-    dtype = out_dtype if out.is_cuda else torch.float32
-    b_values = scaled_values(b.payload[:, :k], b.scale_inv, b.format).to(dtype).t()
-    a_scales = by_element(a.scale_inv, a.payload[:, :k]).expand(m, -1) if a.scale_inv.dim() else None
-    addend = None if bias is None else bias.to(out_dtype).to(dtype)
-    for rows in [slice(m)] if out.is_cuda else row_chunks(m, max(a_k, n)):
-        scales = a.scale_inv if a_scales is None else a_scales[rows]
-        a_values = scaled_values(a.payload[rows, :k], scales, a.format).to(dtype)
-        # scaled values are no bf16 values: nothing may round them
-        into = out[rows] if out_dtype == dtype else torch.empty(len(a_values), n, dtype=dtype, device=out.device)
+    out, k = torch.empty(m, n, dtype=out_dtype), min(a_k, b_k)
+    b_values = scaled_values(b.payload[:, :k], b.scale_inv, b.format).t()
+    a_scales = by_element(a.scale_inv, a.payload[:, :k])
+    addend = None if bias is None else bias.to(out_dtype).float()
+    for rows in row_chunks(m, max(a_k, n)):
+        scales = a_scales[rows] if a_scales.dim() and len(a_scales) == m else a_scales
+        a_values = scaled_values(a.payload[rows, :k], scales, a.format)
+        # not as bf16 operands, which would round these values; autocast leaves the `out=` form alone
+        into = torch.empty(len(a_values), n)
         torch.addmm(into if addend is None else addend, a_values, b_values, beta=int(addend is not None), out=into)
-        if into.dtype != out_dtype:
-            out[rows] = into
+        out[rows] = into
     return out
 
 
@@ -180,14 +176,24 @@ def scaled_mm_add_(out: Tensor, a: Fp8Tensor, b: Fp8Tensor, fast_accumulation: b
     out.add_(scaled_mm(a, b, None, torch.float32, fast_accumulation))
 
 
-def linear_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def linear_backward(
+    dy: Tensor,
+    h: Tensor | None,
+    activation: str,
+    x_fp8_t: Columns,
+    w_fp8_t: Columns,
+    slot: Slot,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dgrad, wgrad and bias gradient, each block of ``dy`` cast once; see ``lightning_fp8::linear_backward``."""
-    dy, h, activation, x, w, slot, dx_dtype, dw_dtype, bias = Backward(*arguments)
     if h is not None:
         dy = activation_gradient(h, dy, activation)
-    fmt = FORMATS[slot.format]
+    fmt, x, w = FORMATS[slot.format], x_fp8_t, w_fp8_t
     m, n = dy.shape
-    x_fp8, w_fp8 = (None if kept.payload is None else kept.payload[:, :k].t() for kept, k in ((x, m), (w, n)))
+    x_fp8 = None if x.payload is None else x.payload[:, :m].t()
+    w_fp8 = None if w.payload is None else w.payload[:, :n].t()
     k = 0 if x_fp8 is None else x_fp8.shape[1]
     used, current = _scale_to_use(dy, slot)
     if is_counting(slot):
@@ -240,8 +246,10 @@ def _mm_into(out: Tensor, a: Tensor, b: Tensor, scale_inv: float, bias: Tensor |
 
 def row_chunks(rows: int, columns: int) -> list[slice]:
     """Slices of about equal length that cover all rows."""
-    chunks = max(1, rows * columns // _CHUNK_ELEMENTS)
-    step = max(1, -(-rows // chunks))
+    chunks = rows * columns // _CHUNK_ELEMENTS
+    if chunks <= 1:
+        return [slice(0, rows)] if rows else []
+    step = -(-rows // chunks)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

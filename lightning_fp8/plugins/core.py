@@ -160,9 +160,8 @@ class PrecisionCore(FSDPPrecision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:  # type: ignore[override]
-        # under `FSDPStrategy`, which alone has this, Lightning raises: a process has the norm of its shards only
-        is_fsdp = hasattr(getattr(self._trainer, "strategy", None), "mixed_precision_config")
-        (FSDPPrecision if is_fsdp else Precision).clip_grad_by_norm(self, optimizer, clip_val)
+        # Lightning raises under FSDP: a process has the norm of its shards only
+        (FSDPPrecision if self._is_under_fsdp else Precision).clip_grad_by_norm(self, optimizer, clip_val)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return autocast(self._device_type(), self.compute_dtype) if self._autocasts else nullcontext()
@@ -178,6 +177,11 @@ class PrecisionCore(FSDPPrecision):
     @property
     def _trainer(self) -> pl.Trainer | None:
         return getattr(self._model, "_trainer", None)
+
+    @property
+    def _is_under_fsdp(self) -> bool:
+        # no other strategy has this
+        return hasattr(getattr(self._trainer, "strategy", None), "mixed_precision_config")
 
     def _device_type(self) -> str:
         # Read at each step, because plugins convert a model before the strategy moves it.

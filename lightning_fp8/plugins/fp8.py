@@ -23,6 +23,7 @@ from lightning_fp8.conversion.settings import checked_settings
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
 from lightning_fp8.modules.all_gather import gather_in_fp8, on_sharded_weights
+from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.loops import LoopWeights
@@ -34,6 +35,8 @@ from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
 from lightning_fp8.scaling.saved import REMEDY, load_entries
 from lightning_fp8.scaling.state import ScalingState
+
+_NOT_UNDER_FSDP = "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or keep masters."
 
 
 class Fp8Precision(PrecisionCore):
@@ -143,10 +146,7 @@ class Fp8Precision(PrecisionCore):
     @override
     def check_fsdp(self) -> None:
         if self.frozen_weights == "fp8":
-            raise ValueError(
-                "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or leave the argument"
-                " out."
-            )
+            raise ValueError(_NOT_UNDER_FSDP)
 
     # Conversion
 
@@ -158,6 +158,8 @@ class Fp8Precision(PrecisionCore):
                 f"The parameter {name!r} is float64, which `{self.precision}` would round."
                 " Call `model.float()` first if that is what you want."
             )
+        if self._is_under_fsdp and any(map(is_frozen, module.parameters())):
+            raise ValueError(_NOT_UNDER_FSDP)
         # before `store_parameters`, whose dtype may be wider: masters that are freed are never cast to it
         state = self._convert(module)
         store_parameters(module, self.param_dtype, self.keep_fp32)

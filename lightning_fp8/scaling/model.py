@@ -197,7 +197,7 @@ class Fp8Model:
         elif not (self.has_scales and self.histories_fit) and self.state.recipe.from_history:
             self.notices.on_cast_without_scales(self.state, index)
         may_use_history = record or self.histories_fit
-        has_history = may_use_history and row is not None and bool(self._known[row])
+        has_history = may_use_history and row is not None and self._known.item(row)
         return self.state.amax if record else None, may_use_history, has_history
 
     def on_export(self) -> None:
@@ -233,7 +233,11 @@ class Fp8Model:
         now = self.state.updates, self._steps
         has_stepped = self._looked_at not in (None, now)
         self._looked_at, self.histories_fit, self._must_empty = now, True, False
-        for gemm in list(self.gemms.values()):
+        # each forward of the model comes here, and a weak dictionary's own iteration takes several times as long
+        for reference in self.gemms.valuerefs():
+            gemm = reference()
+            if gemm is None:
+                continue
             if gemm.reference is None:
                 gemm.refer()
             elif not gemm.is_known():

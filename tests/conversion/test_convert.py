@@ -12,7 +12,7 @@ from small_models import small_mlp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_fp8 import BlockScaling, DelayedScaling, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.runtime import device as fp8_device
 
@@ -128,12 +128,6 @@ def test_modules_are_ignored_by_path_and_the_error_says_how(ignored: Any, conver
         (small_mlp, {"ignore_modules": ("*",)}, ValueError, "matches `ignore_modules`"),
         (nn.Sequential, {}, ValueError, "nothing to convert"),
         (lambda: small_mlp().double(), {}, TypeError, r"0\.weight is torch.float64"),
-        (
-            lambda: small_mlp().requires_grad_(False),
-            {"recipe": BlockScaling(), "frozen_weights": "fp8"},
-            ValueError,
-            r"`frozen_weights='fp8'` keeps one scale .* BlockScaling\(",
-        ),
         (small_mlp, {"recipe": {"margin": 1}}, TypeError, "must be a DelayedScaling or a CurrentScaling or a Block"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Frozen weights that are stored in FP8 only, in real processes: DDP broadcasts them; sharded ones keep masters."""
+"""Frozen weights that are stored only in FP8, in real processes: DDP broadcasts them; sharded ones keep masters."""
 
 from __future__ import annotations
 
@@ -69,3 +69,52 @@ def test_ddp_broadcasts_them_and_fully_shard_makes_masters(tmp_path: Path) -> No
         replaced, no_effect = rank["told"]
         assert "The weight of '0' was to be kept in FP8 only and has been replaced, as by `fully_shard`" in replaced
         assert no_effect.startswith("`frozen_weights='fp8'` has no effect")
+
+
+PUBLISHED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from published_weights import KINDS, published, with_codes
+from lightning_fp8 import CurrentScaling
+
+
+def make(kind):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(200, 136), nn.Tanh(), nn.Linear(136, 24))
+    with_codes(model[0], kind, dtype=torch.bfloat16)
+    return convert(model, CurrentScaling(), frozen_weights="fp8")
+
+
+result["kept"], result["trained"], result["refused"] = [], [], []
+for kind in KINDS:
+    model = make(kind)
+    run, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        run(torch.randn(8, 200)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    codes, scale_inv = published(kind, 136, 200)
+    weight = model[0].weight
+    result["kept"].append(torch.equal(weight.payload, codes) and torch.equal(weight.scale_inv, scale_inv))
+    result["trained"].append(model[2].weight.detach())
+    mesh, plan = init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
+    for share in (lambda: fully_shard(model[0]), lambda: parallelize_module(model, mesh, plan)):
+        try:
+            share()
+        except RuntimeError as error:
+            result["refused"].append(str(error))
+"""
+
+
+def test_ddp_leaves_the_codes_of_a_checkpoint_as_they_are(tmp_path: Path) -> None:
+    ranks = run_processes(PUBLISHED, tmp_path)
+    for rank in ranks:
+        assert rank["kept"] == [True] * 3
+        assert len(rank["refused"]) == 6
+        assert all(
+            "'weight' is kept in the FP8 codes that it came in, and cannot be split" in one for one in rank["refused"]
+        )
+    for one, other in zip(ranks[0]["trained"], ranks[1]["trained"], strict=True):
+        assert one.equal(other)

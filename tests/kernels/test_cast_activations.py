@@ -14,6 +14,7 @@ from by_columns import padded, unpadded
 from casts_on_host import (
     INF,
     NO_PAYLOAD,
+    Row,
     all_patterns,
     assert_codes,
     cast_kernel,
@@ -27,7 +28,7 @@ from host_kernels import FEW_VARIANTS, library
 from torch import Tensor
 
 from kernels_cuda import casts
-from kernels_cuda.casts import Row, column_sum_tiles, variant
+from kernels_cuda.casts import column_sum_tiles, variant
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.formats import FORMATS
@@ -173,7 +174,7 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
         shapes = (rows, columns), (columns, padded(rows))
         payloads = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in shapes)
         sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
-        results.append(casts.Result(row, torch.zeros(()), *payloads, sums))
+        results.append(row.result(torch.zeros(()), *payloads, sums))
     casts.cast_gated(kernel, gate, up, results[0], dy, results[1])
     for half, (result, place, first) in enumerate(zip(results, places, firsts)):
         exact = by_torch(torch.cat([gate, up], dim=1), "swiglu", dy).chunk(2, dim=1)[half]
@@ -188,6 +189,6 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
     assert amax[2] == 0
     inputs = run(torch.cat([gate, up], dim=1), "e4m3", delayed(9.0), "swiglu")
     payload, scale_inv = torch.empty(rows, columns, dtype=torch.uint8), torch.zeros(())
-    forward = casts.Result(delayed(9.0), scale_inv, payload, NO_PAYLOAD)
+    forward = delayed(9.0).result(scale_inv, payload, NO_PAYLOAD)
     casts.cast_gated(cast_kernel(torch.float32, "e4m3", "swiglu", False), gate, up, forward)
     assert torch.equal(payload, inputs.y)

@@ -14,6 +14,7 @@ from casts_on_host import (
     INF,
     NAN,
     NO_PAYLOAD,
+    Row,
     all_patterns,
     assert_codes,
     assert_same,
@@ -28,7 +29,6 @@ from fp8_numpy import DEFINITIONS, code_values
 from torch import Tensor
 
 from kernels_cuda import casts
-from kernels_cuda.casts import Row
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
@@ -166,11 +166,11 @@ def test_a_history_leaves_nothing_to_measure() -> None:
         launches.clear()
         y.zero_()
         row = Row(torch.tensor([10.0]), torch.tensor([newest]), torch.tensor([0]), amax, current)
-        casts.cast_transpose(spied, x, casts.Result(row, scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
+        casts.cast_transpose(spied, x, row.result(scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
         codes = int(reference.saturating_cast(x, torch.tensor(scale), FORMATS["e4m3"]).sum())
         assert launches == [(measured, 0.0, 0.0, 0), (measured, 2.0, torch.tensor(scale).reciprocal().item(), codes)]
     launches.clear()
-    casts.cast_transpose(spied, x, casts.Result(row._replace(current_amax=None), scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
+    casts.cast_transpose(spied, x, row._replace(current_amax=None).result(scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
     assert len(launches) == 1
     assert scale_inv == torch.tensor(10.0).reciprocal()
 

@@ -81,11 +81,12 @@ def weights_of_all_kinds() -> list[Tensor]:
 
 def test_which_accesses_are_aligned() -> None:
     everything = casts._ROWS | casts._COLUMNS
-    assert casts.aligned_stores(64, 128, 8) == everything
-    assert casts.aligned_stores(64, 0, 8) == casts.aligned_stores(64, 136, 8) == casts._ROWS
-    assert casts.aligned_stores(64, 128, 12) == casts.aligned_stores(68, 128, 8) == casts._COLUMNS
-    assert casts.aligned_loads(64, 48) == casts._LOADS
-    assert casts.aligned_loads(64, 40) == casts.aligned_loads(72, 48) == 0
+    # an x at an address that is no multiple of 16
+    assert casts.aligned(72, 48, 64, 128, 8) == everything
+    assert casts.aligned(72, 48, 64, 0, 8) == casts.aligned(72, 48, 64, 136, 8) == casts._ROWS
+    assert casts.aligned(72, 48, 64, 128, 12) == casts.aligned(72, 48, 68, 128, 8) == casts._COLUMNS
+    assert casts.aligned(64, 48, 0, 0, 8) == casts._LOADS
+    assert casts.aligned(64, 40, 0, 0, 8) == casts.aligned(72, 48, 0, 0, 8) == 0
 
 
 def test_weights_of_all_kinds_at_once() -> None:

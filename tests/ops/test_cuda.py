@@ -85,8 +85,8 @@ def test_every_bit_pattern(gpu: torch.device, dtype: torch.dtype, format: str, s
     results = []
     for poison in (0x00, 0xA5):
         (y, y_whole), (y_t, y_t_whole) = guarded((256, 256), gpu, poison), guarded((256, 256), gpu, poison)
-        row = casts.Row(*state, amax)
-        casts.cast_transpose(cast_kernel(gpu, dtype, format), x.to(gpu), casts.Result(row, scale_inv, y, y_t))
+        result = casts.Result(*state, amax, scale_inv, y, y_t)
+        casts.cast_transpose(cast_kernel(gpu, dtype, format), x.to(gpu), result)
         assert torch.equal(y_t.t(), y)
         for whole in (y_whole, y_t_whole):
             assert (whole[:GUARD] == poison).all()
@@ -118,8 +118,8 @@ def test_ragged_shapes_strides_and_unaligned_addresses(gpu: torch.device, rows: 
             )
             sums = torch.full((casts.column_sum_tiles(rows), columns), float("nan"), device=gpu)
             one, zero = torch.ones(1, device=gpu), torch.zeros(1, device=gpu)
-            row = casts.Row(one * 2, one, torch.zeros(1, dtype=torch.int64, device=gpu), zero)
-            casts.cast_transpose(kernel, x, casts.Result(row, torch.zeros((), device=gpu), y, y_t, sums))
+            index, scale_inv = torch.zeros(1, dtype=torch.int64, device=gpu), torch.zeros((), device=gpu)
+            casts.cast_transpose(kernel, x, casts.Result(one * 2, one, index, zero, scale_inv, y, y_t, sums))
             expected = reference.saturating_cast(x.cpu(), torch.tensor(2.0), FORMATS["e4m3"])
             assert torch.equal(y.cpu(), expected)
             assert torch.equal(unpadded(y_t.cpu(), rows), expected.t())
@@ -138,7 +138,7 @@ def test_results_are_the_same_every_time(gpu: torch.device) -> None:
         sums = torch.empty(casts.column_sum_tiles(4096), 1024, device=gpu)
         one, index = torch.ones(1, device=gpu), torch.zeros(1, dtype=torch.int64, device=gpu)
         empty = torch.empty(0, dtype=torch.uint8, device=gpu)
-        result = casts.Result(casts.Row(one, one, index), torch.zeros((), device=gpu), empty, empty, sums)
+        result = casts.Result(one, one, index, None, torch.zeros((), device=gpu), empty, empty, sums)
         casts.cast_transpose(kernel, dy, result)
         runs.append(sums.sum(0))
     assert all(torch.equal(run, runs[0]) for run in runs)

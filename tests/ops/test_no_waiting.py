@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lit import loader, make_trainer, seeded
 from no_waiting import NoWaiting
+from published_weights import KINDS, with_codes
 from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
     Bf16MixedPrecision,
+    BlockScaling,
     DelayedScaling,
     Fp8Precision,
     callbacks,
@@ -36,7 +38,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.modules.all_gather import gather_in_fp8
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scaling.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:.*returned a view tensor.*")
 DEVICE = torch.device("cpu")
@@ -99,6 +101,12 @@ def frozen() -> nn.Module:
     return convert(model, frozen_weights="fp8")
 
 
+def published(kind: str, recipe: Recipe) -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 136), nn.SiLU(), nn.Linear(136, 40))
+    with_codes(model[2], kind, device=DEVICE)
+    return convert(model, recipe, frozen_weights="fp8")
+
+
 def recomputed() -> nn.Module:
     model = convert(encoder())
     forward = model.forward
@@ -114,13 +122,23 @@ def recomputed() -> nn.Module:
         recomputed,
         lambda: convert(encoder(), DelayedScaling(wgrad="bf16"), overrides={"1": {"fprop": "bf16"}}),
         lambda: convert(nn.Sequential(nn.Linear(32, 47), nn.SiLU(), nn.Linear(47, 19))),
+        lambda: published("blocks", BlockScaling()),
+        lambda: published("rows", DelayedScaling()),
     ],
-    ids=["fallen back", "frozen", "recomputed", "products in bf16", "ragged"],
+    ids=["fallen back", "frozen", "recomputed", "products in bf16", "ragged", "blocks", "rows"],
 )
 def test_layers(waits: NoWaiting, make: Callable[[], nn.Module]) -> None:
     step = Loop(make())
     step()
     assert [waits.of(step) for _ in range(2)] == [[]] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_use_of_codes_of_a_checkpoint(waits: NoWaiting, kind: str) -> None:
+    step = Loop(published(kind, DelayedScaling()))
+    step()
+    with_codes(step.model[2], kind, device=DEVICE)
+    assert waits.of(step) == []
 
 
 def test_inf_is_reported_a_step_later(waits: NoWaiting) -> None:

@@ -14,7 +14,7 @@ from host_kernels import Guarded, HostKernel
 from torch import Tensor
 
 from kernels_cuda import casts
-from kernels_cuda.casts import Row, column_sum_tiles, variant
+from kernels_cuda.casts import Result, column_sum_tiles, variant
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.formats import FORMATS
 
@@ -38,6 +38,19 @@ class Outputs(NamedTuple):
     scale_inv: Tensor
 
 
+class Row(NamedTuple):
+    """What a cast reads of the state, and ``current_amax``, as in :class:`Result`."""
+
+    scale: Tensor
+    newest: Tensor
+    index: Tensor  # type: ignore[assignment]
+    amax: Tensor | None = None
+    current_amax: Tensor | None = None
+
+    def result(self, scale_inv: Tensor, y: Tensor, y_t: Tensor, column_sums: Tensor | None = None) -> Result:
+        return Result(*self[:4], scale_inv, y, y_t, column_sums, self.current_amax)
+
+
 def run(
     x: Tensor,
     fmt: str,
@@ -52,7 +65,7 @@ def run(
     Args:
         x: the tensor to cast.
         fmt: the FP8 format.
-        row: as in ``cast_transpose``.
+        row: the place of x in the state.
         activation: of the variant.
         dy: for a backward variant.
         outputs: whether to write by rows, by columns, and column sums.
@@ -70,7 +83,7 @@ def run(
         payloads = (NO_PAYLOAD if one is None else one for one in tensors[:2])
         if row.current_amax is not None:
             row.current_amax.zero_()
-        casts.cast_transpose(kernel, x, casts.Result(row, tensors[3], *payloads, tensors[2]), dy, gated)
+        casts.cast_transpose(kernel, x, row.result(tensors[3], *payloads, tensors[2]), dy, gated)
         assert all(one is None or one.unharmed() for one in (y, y_t, sums, scale_inv)), "written outside of an output"
         results.append(Outputs(*tensors))
     for name, first, second in zip(Outputs._fields, *results):

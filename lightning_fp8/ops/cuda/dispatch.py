@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +12,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.amaxes import as_asked, max_abs
-from lightning_fp8.ops.backward import gradients
+from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
@@ -30,16 +29,16 @@ from lightning_fp8.ops.operand import (
     nothing,
 )
 
+# the layout of a transposed tensor's payloads
+_TRANSPOSED = {"rows": "columns", "columns": "rows"}
+
 
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast``."""
     kernel = cast_kernel(x.device, x.dtype, slot.format, activation, False) if x.numel() else None
     if kernel is None:
         return plain.cast(x, slot, activation, layout)
-    row = _row(slot)
-    y, y_t, scale_inv, _ = _launch(kernel, x, row, layout, activation)
-    if is_counting(slot):
-        count(activate(x, activation), _used(row, scale_inv), slot)
+    y, y_t, scale_inv, _ = _launch(kernel, x, slot, layout, activation)
     return y, y_t, scale_inv
 
 
@@ -136,36 +135,24 @@ def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     return table.current_amax
 
 
-def _cast_of_backward(
-    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`cast_gradient`, in blocks or not; with the scale_inv of each payload."""
-    if slot.current.blocks:
-        return _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
-    y, y_t, scale_inv, sums = cast_gradient(dy, h, activation, slot, layout, bias)
-    return y, y_t, scale_inv, scale_inv, sums
-
-
-linear_backward = functools.partial(gradients, _cast_of_backward, scaled_mm)
-
-
 def cast_gradient(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`lightning_fp8.ops.cuda.plain.cast_gradient`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`lightning_fp8.ops.cuda.plain.cast_gradient`; in blocks where the slot is."""
+    if slot.current.blocks:
+        return _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
     kernel = cast_kernel(dy.device, dy.dtype, slot.format, activation, h is not None) if dy.numel() else None
     if kernel is None or (h is not None and h.dtype != dy.dtype):
         return plain.cast_gradient(dy, h, activation, slot, layout, bias)
-    row = _row(slot)
     if h is None:
-        found = _launch(kernel, dy, row, layout, sums=bias)
+        y, y_t, scale_inv, sums = _launch(kernel, dy, slot, layout, sums=bias)
     else:
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        found = _launch(kernel, h.contiguous(), row, layout, activation, dy, bias)
-    if is_counting(slot):
-        gradient = dy if h is None else activation_gradient(h, dy, activation)
-        count(gradient, _used(row, found[2]), slot)
-    return found
+        y, y_t, scale_inv, sums = _launch(kernel, h.contiguous(), slot, layout, activation, dy, bias)
+    return y, y_t, scale_inv, scale_inv, _total(sums, dy)
+
+
+linear_backward = gradients_by(cast_gradient, scaled_mm)
 
 
 def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,32 +160,32 @@ def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tenso
     kernel = cast_kernel(gate.device, gate.dtype, slot.format, "swiglu", False) if gate.numel() else None
     if kernel is None:
         return plain.cast(gated(gate, up), slot, "none", layout)
-    result = _new_result(_row(slot), len(gate), gate.shape[1], layout, False)
+    result = _new_result(slot, len(gate), gate.shape[1], layout, False)
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result)
     if is_counting(slot):
-        count(gated(gate, up), _used(result.row, result.scale_inv), slot)
+        count(gated(gate, up), _used(result), slot)
     return result.y, result.y_t, result.scale_inv
 
 
 def cast_gated_gradients(
     gate: Tensor, up: Tensor, dy: Tensor, slots: tuple[Slot, Slot], layout: str, biases: Sequence[bool]
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
     kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
     if kernel is None or gate.dtype != dy.dtype:
         parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
         return [plain.cast_gradient(one, None, "none", slot, layout, bias) for one, slot, bias in parts]
     # the kernel sums both or neither
-    results = [_new_result(_row(slot), len(gate), gate.shape[1], layout, any(biases)) for slot in slots]
+    results = [_new_result(slot, len(gate), gate.shape[1], layout, any(biases)) for slot in slots]
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), results[0], dy, results[1])
     if any(map(is_counting, slots)):
         for gradient, result, slot in zip(gated_gradients(gate, up, dy), results, slots, strict=True):
             if is_counting(slot):
-                count(gradient, _used(result.row, result.scale_inv), slot)
+                count(gradient, _used(result), slot)
     return [
-        (result.y, result.y_t, result.scale_inv, _total(result.column_sums if bias else None, dy))
-        for result, bias in zip(results, biases, strict=True)
+        (one.y, one.y_t, one.scale_inv, one.scale_inv, _total(one.column_sums if bias else None, dy))
+        for one, bias in zip(results, biases, strict=True)
     ]
 
 
@@ -219,25 +206,12 @@ def update_scales(
         scales.update_scales(kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
 
 
-def _row(slot: Slot) -> casts.Row:
-    amax, goes_with_weights, is_there = slot.open()
-    if is_there:
-        return casts.Row(slot.scale, slot.amax_history, slot.index, amax)
-    current = torch.zeros((), dtype=torch.float32, device=slot.scale.device)
-    newest = slot.amax_history if goes_with_weights else torch.zeros_like(slot.amax_history[:1])
-    return casts.Row(slot.scale, newest, slot.index, amax, current, _after_measuring(slot))
-
-
-def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
-    return (lambda amax: amax.copy_(as_asked(amax, slot.current))) if slot.current.adjusts_amax else None
-
-
-def _used(row: casts.Row, scale_inv: Tensor) -> Tensor:
+def _used(result: casts.Result) -> Tensor:
     """The scale used by a cast; exact if it came from the state."""
-    delayed = row.scale.index_select(0, row.index)[0]
-    if row.current_amax is None:
+    delayed = result.scale.index_select(0, result.index)[0]
+    if result.current_amax is None:
         return delayed
-    return torch.where(row.newest[0].index_select(0, row.index)[0] > 0, delayed, scale_inv.reciprocal())
+    return torch.where(result.newest[0].index_select(0, result.index)[0] > 0, delayed, result.scale_inv.reciprocal())
 
 
 def _by_rows(x: Tensor) -> tuple[Tensor, bool]:
@@ -250,29 +224,36 @@ def _by_rows(x: Tensor) -> tuple[Tensor, bool]:
 def _launch(
     kernel: Kernel,
     x: Tensor,
-    row: casts.Row,
+    slot: Slot,
     layout: str,
     activation: str = "none",
     dy: Tensor | None = None,
     sums: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate and launch: payload and transposed payload, scale_inv and column sums, each empty unless requested."""
-    if x.stride(1) != 1:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Allocate and launch: payload and transposed payload, each empty unless requested, scale_inv, and with ``sums``
+    the column sums of each tile."""
+    is_transposed, is_gated = False, activation == "swiglu"
+    if not x.is_contiguous() and x.stride(1) != 1:
         x, is_transposed = (x.contiguous(), False) if sums or activation != "none" else _by_rows(x)
-        if is_transposed:
-            other = {"rows": "columns", "columns": "rows"}.get(layout, layout)
-            by_columns, by_rows, scale_inv, empty = _launch(kernel, x, row, other)
-            return by_rows, by_columns, scale_inv, empty
-    is_gated = activation == "swiglu"
-    width = x.shape[1] // 2 if is_gated and dy is None else x.shape[1]
-    result = _new_result(row, x.shape[0], width, layout, sums)
+        layout = _TRANSPOSED.get(layout, layout) if is_transposed else layout
+    rows, columns = x.shape
+    result = _new_result(slot, rows, columns // 2 if is_gated and dy is None else columns, layout, sums)
     casts.cast_transpose(kernel, x, result, dy, is_gated)
-    return result.y, result.y_t, result.scale_inv, _total(result.column_sums, x)
+    if is_counting(slot):
+        count(activate(x, activation) if dy is None else activation_gradient(x, dy, activation), _used(result), slot)
+    by_rows, by_columns = (result.y_t, result.y) if is_transposed else (result.y, result.y_t)
+    return by_rows, by_columns, result.scale_inv, result.column_sums
 
 
-def _new_result(row: casts.Row, rows: int, columns: int, layout: str, sums: bool) -> casts.Result:
-    """Memory for what a kernel writes about a tensor ``[rows, columns]``; empty payloads where none is requested."""
-    device, scale = row.scale.device, row.scale
+def _new_result(slot: Slot, rows: int, columns: int, layout: str, sums: bool) -> casts.Result:
+    """What a kernel reads of the state, and memory for what it writes about a tensor ``[rows, columns]``; empty
+    payloads where none is requested."""
+    amax, goes_with_weights, is_there = slot.open()
+    scale, newest, index = slot[:3]
+    device, current, after = scale.device, None, None
+    if not is_there:
+        newest = newest if goes_with_weights else torch.zeros_like(newest[:1])
+        current, after = torch.zeros((), dtype=torch.float32, device=device), _after_measuring(slot)
     # of torch's ways to allocate, the one that takes the least host time
     if layout == "columns":
         y = nothing(scale, torch.uint8)
@@ -287,11 +268,16 @@ def _new_result(row: casts.Row, rows: int, columns: int, layout: str, sums: bool
     if sums:
         shape = casts.column_sum_tiles(rows), columns
         partial = empty_strided(shape, (columns, 1), dtype=torch.float32, device=device)
-    return casts.Result(row, empty_strided((), (), dtype=torch.float32, device=device), y, y_t, partial)
+    scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
+    return casts.Result(scale, newest, index, amax, scale_inv, y, y_t, partial, current, after)
+
+
+def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:
+    return (lambda amax: amax.copy_(as_asked(amax, slot.current))) if slot.current.adjusts_amax else None
 
 
 def _total(partial: Tensor | None, like: Tensor) -> Tensor:
     """Column sums of all tiles from those of each; empty without."""
     if partial is None:
         return nothing(like, torch.float32)
-    return partial.sum(dim=0) if len(partial) > 1 else partial[0]
+    return partial.sum(dim=0) if partial.shape[0] > 1 else partial[0]

@@ -12,6 +12,7 @@ from lightning_fp8.ops.amaxes import (
     BLOCK,
     MX_BLOCK,
     as_asked,
+    by_element,
     max_abs,
     per_row,
     record_amax,
@@ -20,7 +21,7 @@ from lightning_fp8.ops.amaxes import (
 )
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout
+from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
 from lightning_fp8.runtime.warn_once import warn_once
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
@@ -48,12 +49,14 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
 
 def cast_gradient(
     dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The cast of dy, or of the gradient of h from it, and with ``bias`` its column sums, ``[N] float32``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The cast of dy, or of the gradient of h from it, with the scale_inv of each payload, here the same; and with
+    ``bias`` its column sums, ``[N] float32``, else an empty tensor."""
     if h is not None:
         dy = activation_gradient(h, dy, activation)
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else dy.new_empty(0, dtype=torch.float32)
-    return (*cast(dy, slot, "none", layout), db)
+    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    rows, columns, scale_inv = cast(dy, slot, "none", layout)
+    return rows, columns, scale_inv, scale_inv, db
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
@@ -168,14 +171,20 @@ def check_mx(capability: tuple[int, int]) -> None:
 
 
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See :func:`lightning_fp8.ops.reference.scaled_mm_dequantized`. Warns once on a GPU: FP8 products are faster."""
+    """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
     if a.payload.is_cuda:
         warn_once(
             "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
             " change within 128 elements of the sum, as in gradients of inputs of a weight with a scale for each row,"
             " and all others where neither lightning_fp8 nor cuBLASLt multiplies blocks of these formats."
         )
-    return reference.scaled_mm_dequantized(a, b, bias, out_dtype)
+    k = min(a.payload.shape[1], b.payload.shape[1])
+    codes = ((one.payload[:, :k].view(FORMATS[one.format].dtype).float(), one.scale_inv) for one in (a, b))
+    a_values, b_values = (values.mul_(by_element(scale, values)).to(out_dtype) for values, scale in codes)
+    out = a_values.new_empty(len(a_values), len(b_values))
+    # autocast leaves the `out=` form alone
+    addend = out if bias is None else bias.to(out_dtype)
+    return torch.addmm(addend, a_values, b_values.t(), beta=int(bias is not None), out=out)
 
 
 def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
@@ -192,10 +201,9 @@ def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
 
 def multiplies_blocks(a: Fp8Tensor, b: Fp8Tensor) -> bool:
     """Whether :func:`scaled_mm_in_blocks` takes operands of these formats here: cuBLASLt knows blocks in E4M3 only."""
-    if not a.payload.is_cuda:
-        return True
-    has_blocks = _has_blocks(torch.cuda.get_device_capability(a.payload.device), torch.version.cuda)
-    return has_blocks and a.format == b.format == "e4m3"
+    device = a.payload.device
+    is_there = device.type != "cuda" or _has_blocks(torch.cuda.get_device_capability(device), torch.version.cuda)
+    return is_there and a.format == b.format == "e4m3"
 
 
 def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:

@@ -68,8 +68,8 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
     one, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     for scale in _ROUNDING_SCALES:
         y, y_t = payloads(x, device)
-        row = casts.Row(one * scale, one, index, torch.zeros_like(one))
-        casts.cast_transpose(kernel, x.to(device), casts.Result(row, torch.zeros((), device=device), y, y_t))
+        result = casts.Result(one * scale, one, index, torch.zeros_like(one), torch.zeros((), device=device), y, y_t)
+        casts.cast_transpose(kernel, x.to(device), result)
         codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
         # all NaN codes are equivalent
         for payload in (y, y_t, codes):
@@ -98,9 +98,9 @@ def _compare_cast(
     if activation == "none" or dy is not None:
         sums = torch.full((casts.column_sum_tiles(rows), width), float("nan"), device=device)
     scale_inv = torch.zeros((), device=device)
-    row = casts.Row(scale, newest, torch.tensor([index], device=device), amax, current)
+    place = scale, newest, torch.tensor([index], device=device), amax
     moved = None if dy is None else dy.to(device)
-    result = casts.Result(row, scale_inv, y, y_t, sums)
+    result = casts.Result(*place, scale_inv, y, y_t, sums, current)
     casts.cast_transpose(kernel, x.to(device), result, moved, activation == "swiglu")
     # from the recorded amax, which is compared too: at first use, a difference in its last bit would shift every code
     used = _expected_scale(scale, newest, index, amax[index].cpu(), format)
