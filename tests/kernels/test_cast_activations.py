@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from by_columns import padded, unpadded
 from casts_on_host import (
     INF,
-    NO_PAYLOAD,
-    Row,
     all_patterns,
     assert_codes,
     cast_kernel,
     delayed,
     first_scale,
+    place,
     random_bits,
     run,
 )
@@ -134,7 +133,7 @@ def test_outputs_of_activations(dtype: torch.dtype, fmt: str, activation: str, b
         dy = torch.randn(rows, columns + wider).to(dtype)[:, :columns] if backward else None
         v = by_torch(x, activation, dy)
         amax, current = torch.zeros(1), torch.zeros(())
-        row = Row(torch.full((1,), 1e-3), torch.zeros(1), torch.tensor([0]), amax, current)
+        row = place(torch.full((1,), 1e-3), torch.zeros(1), 0, amax, current)
         y, y_t, sums, scale_inv = run(x, fmt, row, activation, dy, (True, True, backward))
         assert torch.equal(y_t.t(), y)
         assert torch.equal(amax[0], current)
@@ -167,19 +166,19 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
     amax, kernel = torch.zeros(3), cast_kernel(torch.float32, fmt, "swiglu", True)
     newest, scale = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, 7.0, 1e-3])
     results, places = [], (1, 0)
-    for place, first in zip(places, firsts):
-        newest[place] = 0.0 if first else 1.0
+    for at, first in zip(places, firsts):
+        newest[at] = 0.0 if first else 1.0
         # if every tensor has a history, nothing is measured
-        row = Row(scale, newest, torch.tensor([place]), amax, torch.zeros(()) if any(firsts) else None)
+        row = place(scale, newest, at, amax, torch.zeros(()) if any(firsts) else None)
         shapes = (rows, columns), (columns, padded(rows))
-        payloads = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in shapes)
+        y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in shapes)
         sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
-        results.append(row.result(torch.zeros(()), *payloads, sums))
+        results.append(row._replace(scale_inv=torch.zeros(()), y=y, y_t=y_t, column_sums=sums))
     casts.cast_gated(kernel, gate, up, results[0], dy, results[1])
-    for half, (result, place, first) in enumerate(zip(results, places, firsts)):
+    for half, (result, at, first) in enumerate(zip(results, places, firsts)):
         exact = by_torch(torch.cat([gate, up], dim=1), "swiglu", dy).chunk(2, dim=1)[half]
-        torch.testing.assert_close(amax[place], exact.abs().max(), rtol=1e-5, atol=0)
-        used = first_scale(amax[place], fmt).item() if first else scale[place].item()
+        torch.testing.assert_close(amax[at], exact.abs().max(), rtol=1e-5, atol=0)
+        used = first_scale(amax[at], fmt).item() if first else scale[at].item()
         assert result.scale_inv.item() == np.float32(1) / np.float32(used)
         together = run(torch.cat([gate, up], dim=1), fmt, delayed(used), "swiglu", dy, (True, True, True))
         codes, sums = together.y.chunk(2, dim=1)[half], together.sums.chunk(2, dim=1)[half]
@@ -189,6 +188,6 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
     assert amax[2] == 0
     inputs = run(torch.cat([gate, up], dim=1), "e4m3", delayed(9.0), "swiglu")
     payload, scale_inv = torch.empty(rows, columns, dtype=torch.uint8), torch.zeros(())
-    forward = delayed(9.0).result(scale_inv, payload, NO_PAYLOAD)
+    forward = delayed(9.0)._replace(scale_inv=scale_inv, y=payload)
     casts.cast_gated(cast_kernel(torch.float32, "e4m3", "swiglu", False), gate, up, forward)
     assert torch.equal(payload, inputs.y)

@@ -13,8 +13,6 @@ from casts_on_host import (
     FLOAT_MAX,
     INF,
     NAN,
-    NO_PAYLOAD,
-    Row,
     all_patterns,
     assert_codes,
     assert_same,
@@ -22,6 +20,7 @@ from casts_on_host import (
     cast_kernel,
     delayed,
     first_scale,
+    place,
     random_bits,
     run,
 )
@@ -134,7 +133,7 @@ def test_first_use_is_scaled_by_its_own_amax(dtype: torch.dtype, fmt: str) -> No
         x *= 2.0**-24 if special == 2.0**-24 else 1
         x[140, 66] = special
         amax, current = torch.zeros(3), torch.zeros(())
-        row = Row(torch.tensor([7.0, 7.0, 7.0]), torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1]), amax, current)
+        row = place(torch.tensor([7.0, 7.0, 7.0]), torch.tensor([1.0, 0.0, 1.0]), 1, amax, current)
         y, y_t, _, scale_inv = run(x, fmt, row)
         assert_same(current, max_abs(x))
         assert_same(amax, torch.stack([torch.zeros(()), max_abs(x), torch.zeros(())]))
@@ -146,8 +145,7 @@ def test_first_use_is_scaled_by_its_own_amax(dtype: torch.dtype, fmt: str) -> No
 
 def test_first_use_of_a_tensor_so_small_that_its_scale_would_be_infinite() -> None:
     x = torch.full((20, 20), 1e-44)
-    row = Row(torch.ones(1), torch.zeros(1), torch.tensor([0]), None, torch.zeros(()))
-    y, _, _, scale_inv = run(x, "e4m3", row)
+    y, _, _, scale_inv = run(x, "e4m3", place(torch.ones(1), torch.zeros(1), 0, None, torch.zeros(())))
     assert scale_inv == 1 / FLOAT_MAX
     assert_codes(y, x, FLOAT_MAX, "e4m3")
 
@@ -165,12 +163,12 @@ def test_a_history_leaves_nothing_to_measure() -> None:
         amax, current, scale_inv = torch.zeros(1), torch.zeros(()), torch.zeros(())
         launches.clear()
         y.zero_()
-        row = Row(torch.tensor([10.0]), torch.tensor([newest]), torch.tensor([0]), amax, current)
-        casts.cast_transpose(spied, x, row.result(scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
+        row = place(torch.tensor([10.0]), torch.tensor([newest]), 0, amax, current)._replace(scale_inv=scale_inv, y=y)
+        casts.cast_transpose(spied, x, row)  # type: ignore[arg-type]
         codes = int(reference.saturating_cast(x, torch.tensor(scale), FORMATS["e4m3"]).sum())
         assert launches == [(measured, 0.0, 0.0, 0), (measured, 2.0, torch.tensor(scale).reciprocal().item(), codes)]
     launches.clear()
-    casts.cast_transpose(spied, x, row._replace(current_amax=None).result(scale_inv, y, NO_PAYLOAD))  # type: ignore[arg-type]
+    casts.cast_transpose(spied, x, row._replace(current_amax=None))  # type: ignore[arg-type]
     assert len(launches) == 1
     assert scale_inv == torch.tensor(10.0).reciprocal()
 
@@ -185,7 +183,7 @@ def test_amax_is_accumulated(before: float, element: float, after: float, index:
     x[129, 65] = element
     amax = torch.full((3,), 0.25)
     amax[index] = before
-    row = Row(torch.tensor([1.0, 2.0, 4.0]), torch.ones(3), torch.tensor([index]), amax)
+    row = place(torch.tensor([1.0, 2.0, 4.0]), torch.ones(3), index, amax)
     assert run(x, "e4m3", row, outputs=(True, False, False)).scale_inv == 1 / 2.0**index
     expected = torch.full((3,), 0.25)
     expected[index] = after

@@ -81,7 +81,6 @@ def weights_of_all_kinds() -> list[Tensor]:
 
 def test_which_accesses_are_aligned() -> None:
     everything = casts._ROWS | casts._COLUMNS
-    # an x at an address that is no multiple of 16
     assert casts.aligned(72, 48, 64, 128, 8) == everything
     assert casts.aligned(72, 48, 64, 0, 8) == casts.aligned(72, 48, 64, 136, 8) == casts._ROWS
     assert casts.aligned(72, 48, 64, 128, 12) == casts.aligned(72, 48, 68, 128, 8) == casts._COLUMNS

@@ -76,11 +76,7 @@ def test_the_kernels_for_weights_and_scales_pass_theirs(gpu: torch.device) -> No
 @pytest.mark.parametrize("dtype", list(casts.INPUTS))
 def test_every_bit_pattern(gpu: torch.device, dtype: torch.dtype, format: str, scale: float) -> None:
     x = patterns(dtype)
-    state = (
-        torch.tensor([scale], device=gpu),
-        torch.ones(1, device=gpu),
-        torch.zeros(1, dtype=torch.int64, device=gpu),
-    )
+    state = torch.tensor([scale], device=gpu), torch.ones(1, device=gpu), torch.zeros(1, dtype=torch.int64, device=gpu)
     amax, scale_inv = torch.zeros(1, device=gpu), torch.zeros((), device=gpu)
     results = []
     for poison in (0x00, 0xA5):

@@ -27,7 +27,6 @@ from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import Slot
 from lightning_fp8.scaling import ScalingState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
@@ -273,7 +272,7 @@ def test_backward_casts_only_into_what_it_multiplies(cuda_half: Counter[str], mo
     asked: list[str] = []
     launch = cuda._launch
 
-    def recording(kernel: Kernel, x: Tensor, slot: Slot, layout: str, *rest: Any, **more: Any) -> Any:
+    def recording(kernel: Kernel, x: Tensor, slot: Any, layout: str, *rest: Any, **more: Any) -> Any:
         asked.append(layout)
         return launch(kernel, x, slot, layout, *rest, **more)
 

@@ -38,23 +38,15 @@ class Outputs(NamedTuple):
     scale_inv: Tensor
 
 
-class Row(NamedTuple):
-    """What a cast reads of the state, and ``current_amax``, as in :class:`Result`."""
-
-    scale: Tensor
-    newest: Tensor
-    index: Tensor  # type: ignore[assignment]
-    amax: Tensor | None = None
-    current_amax: Tensor | None = None
-
-    def result(self, scale_inv: Tensor, y: Tensor, y_t: Tensor, column_sums: Tensor | None = None) -> Result:
-        return Result(*self[:4], scale_inv, y, y_t, column_sums, self.current_amax)
+def place(scale: Tensor, newest: Tensor, row: int, amax: Tensor | None, current: Tensor | None = None) -> Result:
+    """A tensor in that row of the state, whose cast has no outputs yet."""
+    return Result(scale, newest, torch.tensor([row]), amax, NO_PAYLOAD, NO_PAYLOAD, NO_PAYLOAD, None, current)
 
 
 def run(
     x: Tensor,
     fmt: str,
-    row: Row,
+    row: Result,
     activation: str = "none",
     dy: Tensor | None = None,
     outputs: tuple[bool, bool, bool] = (True, True, False),
@@ -65,7 +57,7 @@ def run(
     Args:
         x: the tensor to cast.
         fmt: the FP8 format.
-        row: the place of x in the state.
+        row: the place of x in the state, see :func:`place`.
         activation: of the variant.
         dy: for a backward variant.
         outputs: whether to write by rows, by columns, and column sums.
@@ -81,9 +73,10 @@ def run(
         scale_inv = Guarded((), torch.float32, poison)
         tensors = [None if one is None else one.tensor for one in (y, y_t, sums, scale_inv)]
         payloads = (NO_PAYLOAD if one is None else one for one in tensors[:2])
+        written = dict(zip(("y", "y_t", "column_sums", "scale_inv"), (*payloads, *tensors[2:])))
         if row.current_amax is not None:
             row.current_amax.zero_()
-        casts.cast_transpose(kernel, x, row.result(tensors[3], *payloads, tensors[2]), dy, gated)
+        casts.cast_transpose(kernel, x, row._replace(**written), dy, gated)
         assert all(one is None or one.unharmed() for one in (y, y_t, sums, scale_inv)), "written outside of an output"
         results.append(Outputs(*tensors))
     for name, first, second in zip(Outputs._fields, *results):
@@ -94,10 +87,10 @@ def run(
     return Outputs(y, None if y_t is None else unpadded(y_t, rows), sums, scale_inv)
 
 
-def delayed(scale: float, amax: Tensor | None = None) -> Row:
+def delayed(scale: float, amax: Tensor | None = None) -> Result:
     """The second of three tensors, which has a history; the others must not be read."""
     wrong = 1e-3
-    return Row(torch.tensor([wrong, scale, wrong]), torch.tensor([0.0, 1.0, 0.0]), torch.tensor([1]), amax)
+    return place(torch.tensor([wrong, scale, wrong]), torch.tensor([0.0, 1.0, 0.0]), 1, amax)
 
 
 def assert_codes(payload: Tensor, x: Tensor, scale: float | Tensor, fmt: str) -> None:
