@@ -55,9 +55,8 @@ def test_casts_are_those_of_torchao(dtype: torch.dtype, half: str) -> None:
     expected, their_scales = of_torchao(x)
     assert torch.equal(scales, their_scales)
     # the sign of a NaN does not matter
-    assert torch.equal(
-        torch.where(codes & 0x7F == 0x7F, 0x7F, codes), torch.where(expected & 0x7F == 0x7F, 0x7F, expected)
-    )
+    codes, expected = (torch.where(one & 0x7F == 0x7F, 0x7F, one) for one in (codes, expected))
+    assert torch.equal(codes, expected)
     # each column is spread over all magnitudes
     y = torch.randn(96, 40, generator=generator).to(dtype)
     _, columns, _, scales = cast(y)
@@ -141,7 +140,7 @@ def test_signal_to_noise(recipe: MXScaling) -> None:
     x, w, dy = (torch.randn(512, 512, generator=generator) for _ in range(3))
     found = layer_db(recipe, x, w, dy)
     assert all(one > bar for one, bar in zip(found, (27, 25, 24), strict=True))
-    assert found == pytest.approx((28.4, 28.4, 28.4), abs=0.15)
+    assert found == pytest.approx((28.5, 28.5, 28.5), abs=0.15)
 
 
 @BOTH
@@ -174,9 +173,9 @@ def test_logged_scales(recipe: MXScaling) -> None:
 def test_a_block_that_is_not_finite_is_nan_and_counted(half: str) -> None:
     model, x = linear(MXScaling(), 64, 48), torch.randn(3, 64)
     x[1, 40] = float("inf")
-    with pytest.warns(UserWarning, match="inf or NaN in 'input'|inf or NaN in '.input'|inf or NaN in"):
-        y = model(x.requires_grad_())
-        y.nan_to_num(0).sum().backward()
+    y = model(x.requires_grad_())
+    y.nan_to_num(0).sum().backward()
+    with pytest.warns(UserWarning, match="inf or NaN in"):
         scaling_state(model).update()
     assert [bool(row.isnan().all()) for row in y] == [False, True, False]
     assert scaling_state(model).nonfinite_steps.tolist()[0] == 1
@@ -199,9 +198,7 @@ def test_what_is_refused_by_name(tmp_path: Any) -> None:
     for capability in ((8, 9), (9, 0), (12, 0)):
         with pytest.raises(RuntimeError, match=r"fp8-mx has no product here: .* compute capability 10\.x"):
             check_mx(capability)
-    with pytest.raises(
-        ValueError, match=r"MXScaling: `weight_blocks` must be \(1, 32\) or \(32, 32\), got \(128, 128\)"
-    ):
+    with pytest.raises(ValueError, match=r"MXScaling: `weight_blocks` must be \(1, 32\) or \(32, 32\), got \(128,"):
         MXScaling(weight_blocks=(128, 128))
     with pytest.raises(ValueError, match=r"export: .*MXScaling\(weight_blocks=\(1, 32\)\)"):
         export(convert(torch.nn.Linear(64, 64), MXScaling()), tmp_path)
