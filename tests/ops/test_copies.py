@@ -15,7 +15,7 @@ from gemm_in_fp64 import HOPPER
 from torch import Tensor, nn
 
 from kernels_cuda import gemm as kernel_gemm
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
 from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.scaling.recipe import Recipe
@@ -29,7 +29,6 @@ RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
     "current": CurrentScaling(),
     "block": BlockScaling(),
-    "mx": MXScaling(),
 }
 
 

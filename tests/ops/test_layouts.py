@@ -162,7 +162,8 @@ def test_results_are_as_faked(name: str) -> None:
 def test_fakes_on_a_gpu_are_those_of_the_cuda_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = getattr(ops, name).op
     # each layout, with and without the flag
-    for case in {(case.layout, case.flag): case for case in cases(name)}.values():
+    every = [case for case in cases(name) if not case.scaling.startswith("mx")]
+    for case in {(case.layout, case.flag): case for case in every}.values():
         given, expected = flat_arguments(case, *RAGGED[0]), faked(case, RAGGED[0], True)
         with FakeTensorMode(), monkeypatch.context() as patch:
             patch.setattr(library, "cuda_on_cpu", False)

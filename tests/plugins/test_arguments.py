@@ -169,7 +169,11 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
     ("kwargs", "error", "words"),
     [
         ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
-        ({"recipe": "default"}, ValueError, "must be one of 'fp8-delayed', 'fp8-current', 'fp8-block', 'fp8-mx', got 'default'"),
+        (
+            {"recipe": "default"},
+            ValueError,
+            "must be one of 'fp8-delayed', 'fp8-current', 'fp8-block', 'fp8-mx', got 'default'",
+        ),
         ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'MXScaling', got 'Recipe'"),
         ({"recipe": 1}, TypeError, "a BlockScaling or a MXScaling or a mapping"),
         ({"ignore_modules": "head"}, TypeError, "`ignore_modules` must be a sequence of patterns, got the string"),
