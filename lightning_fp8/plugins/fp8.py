@@ -1,4 +1,4 @@
-"""``"fp8-delayed"``, ``"fp8-current"``, ``"fp8-block"`` and ``"fp8-mx"``: layers in FP8, the rest in bf16 by autocast."""
+"""``"fp8-delayed"`` and the other recipes' strings: layers in FP8, the rest in bf16 by autocast."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ class Fp8Precision(PrecisionCore):
     Args:
         recipe: how scales are computed: a :class:`~lightning_fp8.DelayedScaling` (the default), a
             :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, an
-            :class:`~lightning_fp8.MXScaling`, the precision string of one of them, or a mapping of fields: those of ``DelayedScaling``, unless ``precision`` selects another recipe,
-            as in ``{"precision": "fp8-current", "margin": 1}``. May be given by position.
+            :class:`~lightning_fp8.MXScaling`, the precision string of one of them, or a mapping of fields: those of
+            ``DelayedScaling``, unless ``precision`` selects another recipe, as in
+            ``{"precision": "fp8-current", "margin": 1}``. May be given by position.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, are not
             converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.

@@ -304,7 +304,7 @@ RECIPES: dict[str, type[Recipe]] = {
     kind.precision: kind for kind in (DelayedScaling, CurrentScaling, BlockScaling, MXScaling)
 }
 
-KINDS = " or ".join(f"a {kind.__name__}" for kind in RECIPES.values())
+KINDS = " or ".join(f"{'an' if kind is MXScaling else 'a'} {kind.__name__}" for kind in RECIPES.values())
 
 
 def as_recipe(recipe: Any) -> Recipe | None:
