@@ -1,9 +1,8 @@
-"""Checks that a file fits a model, all made before the model is changed."""
+"""Checks that a checkpoint fits a model, all made before the model is changed."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,26 +10,22 @@ from torch import Tensor, nn
 
 from lightning_fp8.conversion.candidates import gemm_weights
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.layout import (
-    SCALE_RULE,
-    Gemms,
-    Scales,
-    codes_of,
-    dequantized,
-    is_scale,
-    listed,
-    memory_of,
-    scale_names,
-    scales_of,
-    weight_name,
-)
+from lightning_fp8.export.fill import Source, assembled
+from lightning_fp8.export.layout import SCALE_RULE, Scales, joined, listed, memory_of, weight_name
+from lightning_fp8.export.names import Placed
+from lightning_fp8.export.scheme import Scheme
+from lightning_fp8.export.shards import Stored
+from lightning_fp8.export.values import NAN_CODE, Scale
+from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
-from lightning_fp8.ops.amaxes import max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, dtype_name
 
 Tensors = Mapping[str, Tensor]
 # what is wrong, and the names of the tensors with which it is
 Misfits = Iterator[tuple[str, Iterable[str]]]
+_LOST = "do not keep the values of the file in the model's dtype (call `model.float()` first)"
+# a layer, what it becomes, and its name for a GEMM
+Product = tuple[nn.Module, type[Fp8Module], str]
 
 
 def refuse(file: Path, misfits: Misfits) -> None:
@@ -40,144 +35,192 @@ def refuse(file: Path, misfits: Misfits) -> None:
             raise ValueError(f"load_exported: {file}: tensors that {what}: {listed(wrong)}.")
 
 
-def misfits_of_file(tensors: Tensors, in_fp8: Sequence[str], dynamic: bool) -> Misfits:
-    """Each FP8 weight is in E4M3 and has a scale, a valid number; so has its input, unless scaled by its own values."""
+def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme) -> Misfits:
+    """Each FP8 weight is in E4M3 and has scales of the right shapes; so has its input, unless scaled by its values."""
+    in_fp8 = [name for name, one in stored.items() if one.dtype == E4M3.dtype]
+    others = (
+        f"{name} ({dtype_name(one.dtype)})"
+        for name, one in stored.items()
+        if one.dtype.is_floating_point and one.dtype.itemsize == 1 and one.dtype != E4M3.dtype
+        if not name.endswith((scheme.suffix, scheme.input_name))
+    )
+    yield f"hold codes of another format than {dtype_name(E4M3.dtype)}", others
+    inputs = [scheme.input_of(name) for name in in_fp8]
+    if not scheme.static:
+        there = (name for name in inputs if name in stored)
+        yield "are static scales, where the config has dynamic ones", there
     yield (
-        f"hold codes of another format than {dtype_name(E4M3.dtype)}",
+        f"lack their scales as {scheme.in_words}",
         (
-            f"{name} ({dtype_name(tensor.dtype)})"
-            for name, tensor in tensors.items()
-            if tensor.is_floating_point() and tensor.dtype.itemsize == 1 and tensor.dtype != E4M3.dtype
+            _described(scheme.scale_of(name), stored)
+            for name in in_fp8
+            if not _is_number(stored, scheme.scale_of(name))
+            or scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape) is None
         ),
     )
-    if dynamic:
-        of_inputs = (name for weight in in_fp8 for name in scale_names(weight)[1:] if name in tensors)
-        yield "are static scales, where the config has activation_scheme='dynamic'", of_inputs
-    yield (
-        "lack their scales as single numbers",
-        (
-            name
-            for weight in in_fp8
-            for name in scale_names(weight)[: 1 if dynamic else 2]
-            if name not in tensors or tensors[name].numel() != 1 or not tensors[name].is_floating_point()
-        ),
-    )
+    if scheme.static:
+        wrong = (name for name in inputs if not _is_number(stored, name) or stored[name].shape not in ((), (1,)))
+        yield "lack their scales as single numbers", (_described(name, stored) for name in wrong)
+
+
+def _is_number(stored: Mapping[str, Stored], name: str) -> bool:
+    return name in stored and stored[name].dtype.is_floating_point and stored[name].dtype.itemsize > 1
+
+
+def _described(name: str, stored: Mapping[str, Stored]) -> str:
+    return f"{name} ({stored[name].shape} {dtype_name(stored[name].dtype)})" if name in stored else name
+
+
+def misfits_of_scales(scales: Tensors) -> Misfits:
+    """Each scale is a valid number."""
     yield (
         f"are scales, each of which must be {SCALE_RULE}",
         (
-            f"{name} ({tensors[name].item()})"
-            for weight in in_fp8
-            for name, scale in zip(scale_names(weight), scales_of(weight, tensors))
-            if not is_scale(scale)
+            f"{name} ({scale[~is_valid][0].item()})"
+            for name, scale in scales.items()
+            if not (is_valid := (scale >= 2.0**-118) & (scale <= 2.0**118)).all()
         ),
     )
+
+
+def misfits_of_pairs(scheme: Scheme, in_fp8: Sequence[str], numbers: Tensors) -> Misfits:
+    """The scales of a weight and of its input have a product in fp32."""
+    inputs = {name: numbers[scheme.input_of(name)] for name in in_fp8 if scheme.input_of(name) in numbers}
     yield (
         "have scales whose product with those of their inputs is not finite in float32",
-        (weight for weight in in_fp8 if not math.prod(scales_of(weight, tensors), start=torch.ones(())).isfinite()),
+        (name for name, one in inputs.items() if not (numbers[scheme.scale_of(name)] * one).isfinite().all()),
     )
 
 
-def misfits_of_metadata(tensors: Tensors, in_fp8: Sequence[str], gemms: Gemms) -> Misfits:
+def misfits_of_metadata(
+    scheme: Scheme, in_fp8: Sequence[str], numbers: Tensors, metadata: Mapping[str, Scales | None]
+) -> Misfits:
     """The metadata contain the FP8 weights, with the same scales."""
     yield (
         "have scales other than those in the file's metadata",
         (
             name
             for name in in_fp8
-            if (scales := gemms.get(name)) is None
-            or [scale.reciprocal() for scale in scales.static.values()] != scales_of(name, tensors)
-        ),
-    )
-
-
-def misfits_of_names(own: Tensors, tensors: Tensors, gemms: Gemms) -> Misfits:
-    """Each tensor of the model, or one that it is tied to, is in the file, and the file has no other tensors."""
-    there = {memory_of(tensor) for name, tensor in own.items() if name in tensors}
-    yield (
-        "the model has and the file lacks",
-        (name for name, tensor in own.items() if name not in tensors and memory_of(tensor) not in there),
-    )
-    scales = {scale for weight in gemms for scale in scale_names(weight)}
-    yield "the file has and the model lacks", (name for name in tensors if name not in own and name not in scales)
-    yield (
-        "differ between file and model in shape or kind of dtype",
-        (
-            f"{name} ({tuple(tensors[name].shape)} {dtype_name(tensors[name].dtype)} in the file,"
-            f" {tuple(tensor.shape)} {dtype_name(tensor.dtype)} in the model)"
-            for name, tensor in own.items()
-            if name in tensors and _kind(tensors[name]) != _kind(tensor)
-        ),
-    )
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool, bool]:
-    return tensor.shape, tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
-
-
-def misfits_of_layers(model: nn.Module, gemms: Gemms, plain: Sequence[str]) -> Misfits:
-    """Each of these GEMMs belongs to a layer that is converted if the layers that ``plain`` matches are left out.
-
-    A shared layer has the same scales under all of its names.
-    """
-    layers = {one.layer for one, _ in conversion_plan(model, plain, min_features=0).chosen}
-    found: dict[str, tuple[nn.Module, str]] = {}
-    for path, layer in model.named_modules(remove_duplicate=False):
-        if layer in layers:
-            found |= {weight_name(plain_path(path), gemm): (layer, gemm) for gemm in gemm_weights(layer)}
-    yield "ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in found)
-    first: dict[tuple[nn.Module, str], Scales | None] = {}
-    yield (
-        "have different scales for one layer",
-        (name for name, scales in gemms.items() if first.setdefault(found[name], scales) != scales),
-    )
-
-
-def misfits_of_values(own: Tensors, tensors: Tensors, gemms: Gemms) -> Misfits:
-    """In the model's dtypes, weights keep their values and are cast back to the codes of the file."""
-    yield (
-        "do not keep the values of the file in the model's dtype (call `model.float()` first)",
-        (
-            f"{name} ({dtype_name(own[name].dtype)})"
-            for name, weight, scales in _fp8_weights(own, tensors, gemms)
-            if not (_has_codes(weight, scales.weight, tensors[name]) and bool(weight.isfinite().all()))
-        ),
-    )
-    first: dict[object, str] = {}
-    yield (
-        "are one tensor in the model and differ in the file",
-        (
-            f"{name} and {first[memory_of(tensor)]}"
-            for name, tensor in own.items()
-            if name in tensors
-            and first.setdefault(memory_of(tensor), name) != name
-            and not torch.equal(
-                *(_held(tensor, dequantized(one, tensors, gemms)) for one in (name, first[memory_of(tensor)]))
+            if (scales := metadata.get(name)) is None
+            or any(
+                numbers.get(of) is None or not torch.equal(numbers[of].reshape(()), scale.reciprocal())
+                for of, scale in zip((scheme.scale_of(name), scheme.input_of(name)), scales.static.values())
             )
         ),
     )
 
 
-def rounded_again(own: Tensors, tensors: Tensors, gemms: Gemms) -> list[str]:
-    """Weights that are not cast back to the codes of the file, because these do not reach the largest code."""
-    return [
-        name
-        for name, weight, _ in _fp8_weights(own, tensors, gemms)
-        if not _has_codes(weight, scale_of_current(max_abs(weight), E4M3), tensors[name])
-    ]
+def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored]) -> Misfits:
+    """Each tensor of the model, or one that it is tied to, is in the file, and the file has no other tensors."""
+    yield "cannot be put together as transformers' rules for the model say", placed.unmerged
+    there = {memory_of(tensor) for name, tensor in own.items() if name in placed.shapes}
+    lacking = (name for name, one in own.items() if name not in placed.shapes and memory_of(one) not in there)
+    yield "the model has and the file lacks", (*placed.lacking, *lacking)
+    yield (
+        "the file has and the model lacks",
+        dict.fromkeys(piece.name for piece in placed.pieces if piece.target not in own),
+    )
+    yield "are one tensor of the model", placed.twice
+    kinds = {piece.target: stored[piece.name].dtype for piece in placed.pieces}
+    for piece in placed.pieces:
+        if _kind(stored[piece.name].dtype) != _kind(own[piece.target].dtype):
+            kinds[piece.target] = stored[piece.name].dtype
+    yield (
+        "differ between file and model in shape or kind of dtype",
+        (
+            f"{name} ({placed.shapes[name]} {dtype_name(kinds[name])} in the file,"
+            f" {tuple(tensor.shape)} {dtype_name(tensor.dtype)} in the model)"
+            for name, tensor in own.items()
+            if name in kinds and (placed.shapes[name], _kind(kinds[name])) != (tuple(tensor.shape), _kind(tensor.dtype))
+        ),
+    )
+    in_part: dict[str, set[bool]] = {}
+    for piece in placed.pieces:
+        in_part.setdefault(piece.target, set()).add(stored[piece.name].dtype == E4M3.dtype)
+    yield "are in FP8 in part", (name for name, found in in_part.items() if len(found) > 1)
 
 
-def _fp8_weights(own: Tensors, tensors: Tensors, gemms: Gemms) -> Iterator[tuple[str, Tensor, Scales]]:
-    """The weights that are FP8 in the file, as the model's tensors will hold them."""
-    for name, scales in gemms.items():
-        if scales is not None and name in tensors and tensors[name].dtype == E4M3.dtype:
-            yield name, _held(own[name], dequantized(name, tensors, gemms)), scales
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def _has_codes(weight: Tensor, scale: Tensor, codes: Tensor) -> bool:
-    """Whether the weight is cast to these codes."""
-    return torch.equal(codes_of(weight, scale).view(torch.uint8), codes.view(torch.uint8))
+def products_of(model: nn.Module, plain: Sequence[str]) -> dict[str, Product]:
+    """The GEMMs of the layers that are converted if those that ``plain`` matches are left out, see :func:`gemm_key`.
+
+    A shared layer has them under each of its names.
+    """
+    kinds = {one.layer: kind for one, kind in conversion_plan(model, plain, min_features=0).chosen}
+    return {
+        gemm_key(plain_path(path), kinds[layer], gemm): (layer, kinds[layer], gemm)
+        for path, layer in model.named_modules(remove_duplicate=False)
+        if layer in kinds
+        for gemm in gemm_weights(layer)
+    }
 
 
-def _held(own: Tensor, value: Tensor) -> Tensor:
-    """The value as the model's tensor will hold it."""
-    return value.to(own.device, own.dtype)
+def gemm_key(path: str, kind: type[Fp8Module], gemm: str) -> str:
+    """Name of a GEMM's weight; ``<parameter>.<expert>`` where the parameter holds those of several experts."""
+    return joined(path, gemm) if kind.weights_are_stacked else weight_name(path, gemm)
+
+
+def parameter_of(key: str, product: Product) -> str:
+    """Name of the parameter that holds the weight of a GEMM."""
+    return key.rpartition(".")[0] if product[1].weights_are_stacked else key
+
+
+def misfits_of_layers(gemms: Mapping[str, object], products: Mapping[str, Product]) -> Misfits:
+    """Each of these GEMMs belongs to a layer that will be converted; one layer has the same scales under all names."""
+    yield "ran in FP8 and cannot here, see `describe(model)`", (name for name in gemms if name not in products)
+    first: dict[tuple[nn.Module, str], object] = {}
+    yield (
+        "have different scales for one layer",
+        (
+            name
+            for name, scales in gemms.items()
+            if first.setdefault((products[name][0], products[name][2]), scales) != scales
+        ),
+    )
+
+
+def misfits_of_codes(
+    largest: Mapping[str, Tensor], scales: Mapping[str, Scale], dtypes: Mapping[str, torch.dtype]
+) -> Misfits:
+    """No code is NaN, and the largest value is finite in the model's dtype."""
+    yield "hold codes that are NaN", (name for name, codes in largest.items() if bool((codes == NAN_CODE).any()))
+    yield (
+        _LOST,
+        (
+            f"{name} ({dtype_name(dtypes[name])})"
+            for name, codes in largest.items()
+            if not (codes.view(E4M3.dtype).float() * scales[name].values).to(dtypes[name]).isfinite().all()
+        ),
+    )
+
+
+def misfits_of_merges(source: Source, in_fp8: Collection[str], products: Mapping[str, Product]) -> Misfits:
+    """The scales of a weight's parts are those of the weight, without rounding its codes again."""
+    by_target = source.placed.by_target
+    rows = [parameter_of(key, one) for key, one in products.items() if one[1].weight_is_k_by_n]
+    yield (
+        "have scales from which no scales of the weight can be made that consists of them (load it without `frozen`)",
+        (
+            ", ".join(piece.name for piece in by_target[target][:2])
+            for target in in_fp8
+            if (scale := source.scale_of(target)) is None or (scale.kind == "row" and target in rows)
+        ),
+    )
+
+
+def misfits_of_values(source: Source, own: Tensors, lost: Sequence[str]) -> Misfits:
+    """In the model's dtypes, weights keep their values, and tied ones have the same."""
+    yield _LOST, lost
+    first: dict[object, str] = {}
+    yield (
+        "are one tensor in the model and differ in the file",
+        (
+            f"{name} and {first[memory_of(own[name])]}"
+            for name in source.placed.shapes
+            if first.setdefault(memory_of(own[name]), name) != name
+            and not torch.equal(*(assembled(source, one, own[name]) for one in (name, first[memory_of(own[name])])))
+        ),
+    )

@@ -7,41 +7,28 @@ Source: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py``, ``Fp8C
 
 from __future__ import annotations
 
-import json
-import reprlib
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.layout import CONFIG_FILE, Scales, joined, weight_name
+from lightning_fp8.export.layout import joined, weight_name
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.paths import named_modules
-from lightning_fp8.ops.amaxes import BLOCK
+from lightning_fp8.modules.paths import named_modules, without_wrappers
 from lightning_fp8.ops.formats import dtype_name
-from lightning_fp8.ops.operand import CurrentScale
-
-# one scale per tensor: `weight_block_size` is null
-_METHOD: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-_DYNAMIC = {**_METHOD, "activation_scheme": "dynamic"}
-_METHOD_OF_BLOCKS = {**_DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}
 
 
-def config_of(
-    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | CurrentScale
-) -> dict[str, Any]:
+def config_of(model: nn.Module, dtype: torch.dtype | None, quantization: dict[str, Any]) -> dict[str, Any]:
     """The Hugging Face config, if the model has one, with ``quantization_config`` added.
 
     Args:
         model: the converted model.
-        in_fp8: names of the weights that are FP8 in the file.
-        dtype: of the other weights; None if they keep the dtype in which they are stored.
-        of: the scales of any FP8 layer of the model.
+        dtype: of the weights that are not in FP8; None if they keep the dtype in which they are stored.
+        quantization: how those in FP8 are quantized.
     """
-    root = _without_wrappers(model)
+    root = without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
     config: dict[str, Any] = to_dict() if callable(to_dict) else {}
     if "architectures" in config:
@@ -49,54 +36,17 @@ def config_of(
         config["architectures"] = config["architectures"] or [type(root).__name__]
     if dtype is not None:
         config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
-    method = _METHOD_OF_BLOCKS
-    if isinstance(of, Scales):
-        method = _DYNAMIC if of.input is None else _METHOD
-    config["quantization_config"] = {**method, "ignored_layers": _plain_layers(model, in_fp8)}
-    return config
-
-
-def is_dynamic(folder: Path) -> bool:
-    """Whether the config of an FP8 model with one scale per tensor has inputs scaled by their own values.
-
-    Raises:
-        FileNotFoundError: if there is no ``config.json``.
-        ValueError: if it is not a JSON object, or describes another quantization; the message says which.
-    """
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no exported model in {folder}: {CONFIG_FILE} is missing.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
-    if not isinstance(quantization, dict):
-        raise ValueError(f"{file} has no `quantization_config`: the model there is not quantized. Load it as usual.")
-    found = {key: quantization.get(key) for key in _METHOD}
-    for key, expected in _METHOD.items():
-        choices = [expected] if key != "activation_scheme" else [expected, _DYNAMIC[key]]
-        if found[key] not in choices:
-            raise ValueError(
-                f"{file}: `quantization_config` must have {key}={' or '.join(map(repr, choices))}, got"
-                f" {reprlib.repr(found[key])}. `load_exported` reads only models with one scale per tensor, as"
-                " `lightning_fp8.export` writes them."
-            )
-    return found == _DYNAMIC
+    return {**config, "quantization_config": quantization}
 
 
 def output_embedding(model: nn.Module) -> set[str]:
     """Name of the weight of a Hugging Face model's output embedding; empty where there is none."""
-    getter = getattr(_without_wrappers(model), "get_output_embeddings", None)
+    getter = getattr(without_wrappers(model), "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     return {joined(path, "weight") for path, layer in named_modules(model) if head is not None and layer is head}
 
 
-def _without_wrappers(model: nn.Module) -> nn.Module:
-    return [layer for path, layer in named_modules(model) if not path][-1]
-
-
-def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
+def plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Paths of the linear layers whose weights are not FP8 in the file; for an attention, ``<path>.<projection>``."""
     plain: list[str] = []
     for path, layer, *_ in conversion_plan(model).layers:

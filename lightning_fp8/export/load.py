@@ -1,12 +1,13 @@
-"""Loads an exported model for evaluation, with the outputs that it had."""
+"""Loads a model with FP8 weights: exports of this package and the checkpoints that others publish."""
 
 from __future__ import annotations
 
 import glob
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,149 +16,299 @@ from lightning_fp8.conversion.candidates import PlannedLayer
 from lightning_fp8.conversion.convert import convert, scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.export.checks import (
+    Product,
+    gemm_key,
+    misfits_of_codes,
     misfits_of_file,
     misfits_of_layers,
+    misfits_of_merges,
     misfits_of_metadata,
     misfits_of_names,
+    misfits_of_pairs,
+    misfits_of_scales,
     misfits_of_values,
+    parameter_of,
+    products_of,
     refuse,
-    rounded_again,
 )
-from lightning_fp8.export.config import is_dynamic
-from lightning_fp8.export.layout import (
-    WEIGHTS_FILE,
-    Gemms,
-    Scales,
-    converted_gemms,
-    dequantized,
-    from_metadata,
-    import_safetensors,
-    joined,
-    listed,
-    printable,
-    scales_of,
-    state_tensors,
-)
-from lightning_fp8.modules.paths import plain_path
-from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.ops.operand import CurrentScale
-from lightning_fp8.scaling.recipe import CurrentScaling, DelayedScaling
+from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
+from lightning_fp8.export.layout import from_metadata, joined, listed, state_tensors
+from lightning_fp8.export.names import placed
+from lightning_fp8.export.scheme import Scheme, scheme_of
+from lightning_fp8.export.shards import Shards
+from lightning_fp8.export.values import HALF_OF_LARGEST_CODE, LARGEST_CODE, Scale
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.frozen_layers import free_masters
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.paths import plain_path, without_wrappers
+from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.scaling.config import FrozenWeights
+from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import tensor_name
 
+# of the models whose FP8 weights are those of a checkpoint
+_sources: WeakKeyDictionary[nn.Module, Source] = WeakKeyDictionary()
 
-def load_exported(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load an export of :func:`lightning_fp8.export` into a model of the same architecture, for evaluation.
 
-    The layers that ran in FP8 when the model was exported are converted, and only these; those that had fallen back
-    fall back again. The weight of an FP8 layer becomes ``code * weight_scale``, and its cast, with the scale of its own
-    amax, gives the same codes. In ``eval()`` and under the same autocast the outputs are bit-identical to those of the
-    exported model, if it was exported in its own dtypes. Files of other programs in the same layout are read too;
-    their scales are ``1 / weight_scale`` and ``1 / input_scale``, accurate up to the last bit. If the codes of such a
-    weight do not reach the largest one, 448, the weight is rounded a second time, with a warning.
+def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: bool = False) -> nn.Module:
+    """Load FP8 weights into a model of the same architecture: an export, or a checkpoint that others publish.
 
-    An input's scale is used only with a history, so each input gets a history of one entry: the amax of its scale.
-    Training may continue from there. If the file has no input scales (``activation_scheme: dynamic``), a plain
-    model is converted with :class:`~lightning_fp8.CurrentScaling`.
+    The folder has a ``config.json`` and either ``model.safetensors`` or several such files with their index.
+    :mod:`lightning_fp8.export.scheme` lists the quantizations that are read: one scale for each tensor, row, or block
+    of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``. The layers whose weights are FP8 in the file are
+    converted, and only these. Tensors are read one by one, so a model on the meta device takes no memory but its own.
+
+    With ``frozen=True`` the model is a base for adapters: FP8 weights keep their codes and scales, one byte per
+    parameter, and no parameter is trained. Otherwise an FP8 weight becomes ``code * scale``, computed in fp32, in the
+    dtype of the model's parameter, and can be trained. Other tensors are read as they are.
+
+    A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks,
+    else :class:`~lightning_fp8.DelayedScaling` if inputs have static scales, else
+    :class:`~lightning_fp8.CurrentScaling`. A converted one must have a recipe that fits; with ``frozen=True``, it may
+    have any. The scale of an input becomes a history of one entry, from which training may continue.
+
+    An export of this package gives the outputs that the exported model had in ``eval()``, bit for bit, if it was
+    exported in its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with
+    the scales of its own values. These give the codes of the file, except where the codes do not reach 448, or the
+    file has a scale for each row: such weights are rounded a second time, with a warning.
+
+    Names of a transformers model may be those of its published files, in which experts and projections are separate;
+    they are merged by transformers' own rules. Layers that the class of the model leaves out are left out, and so
+    are the scales of an FP8 cache.
 
     Args:
-        model: plain or converted, with the parameters on the device on which it will run.
+        model: plain or converted. Parameters on the meta device, and buffers, get memory on torch's default device.
         path: the folder.
+        frozen: keep FP8 weights as they are, and freeze the model.
 
     Returns:
         The same object, in ``eval()``.
 
     Raises:
         ImportError: without ``safetensors``.
-        FileNotFoundError: if the folder holds no export.
-        ValueError: for another quantization, a damaged file, scales outside of 2**-118 to 2**118, tensors that are
-            missing, unexpected, or of another shape, or layers that cannot run in FP8 here; the message names them and
-            the file.
+        FileNotFoundError: if the folder holds no model.
+        ValueError: for another quantization, a damaged file, a file outside of the folder, scales outside of 2**-118
+            to 2**118, tensors that are missing, unexpected, or of another shape, layers that cannot run in FP8 here,
+            with ``frozen=True`` merged weights whose scales have no common form, or buffers on the meta device that
+            nothing initialises; the message names them and the file.
         TypeError: if a layer that ran in FP8 has parameters that are not fp32, bf16 or fp16, or the model's
             ``state_dict`` holds sharded tensors or entries that are not tensors.
 
     After an error the model is as it was.
     """
     folder = Path(path)
-    dynamic = is_dynamic(folder)
-    file = folder / WEIGHTS_FILE
-    tensors, gemms = _read(file, dynamic)
-    state = state_tensors(model)
-    own = {name: tensor for name, (_, tensor) in state.items()}
-    refuse(file, misfits_of_names(own, tensors, gemms))
-    plan = conversion_plan(model, default=CurrentScaling if dynamic else DelayedScaling)
+    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
+    source = _read(folder, model, own)
+    file = source.path
+    targets = source.placed.by_target.items()
+    in_fp8 = dict.fromkeys(target for target, pieces in targets if pieces[0].name in source.scales)
+    plan = conversion_plan(model, default=source.scheme.recipe)
     recipe = plan.config.recipe
-    if recipe.from_history == dynamic or (dynamic and recipe.current != CurrentScale()):
-        scales = "scales inputs by their own values, with no margin" if dynamic else "has static scales of inputs"
-        raise ValueError(
-            f"load_exported: the model is converted with {recipe}, and {file} {scales}. Call"
-            " `lightning_fp8.unconvert(model)` first."
-        )
-    plain = _plain_layers(model, plan.layers, gemms)
-    refuse(file, misfits_of_layers(model, gemms, plain))
-    refuse(file, misfits_of_values(own, tensors, gemms))
-    again = rounded_again(own, tensors, gemms)
-    convert(model, recipe, ignore_modules=plain, min_features=0)
-    values = {state[name][0]: dequantized(name, tensors, gemms) for name in tensors if name in own}
-    model.load_state_dict(values, strict=False)
-    _set_scales(model, gemms)
-    if again:
+    if not frozen:
+        _check_recipe(recipe, source.scheme, file)
+    plain = _plain_layers(model, plan.layers, {*in_fp8, *source.exact})
+    products = products_of(model, plain)
+    frozen_weights: FrozenWeights | None = "fp8" if frozen else None
+    inputs = _inputs(source, in_fp8, products, recipe)
+    refuse(file, misfits_of_layers(source.exact or inputs, products))
+    conversion_plan(model, plain, recipe=recipe, min_features=0, frozen_weights=frozen_weights).check()
+    if frozen:
+        refuse(file, misfits_of_merges(source, in_fp8, products))
+    again = _check_values(source, own, recipe, frozen)
+    buffers = missing_buffers(model)
+    # from here on, nothing can fail that depends on the file
+    devices: Mapping[str, torch.device] = {}
+    if frozen:
+        model.requires_grad_(False)
+        devices = without_memory(model, in_fp8)
+    convert(model, recipe, plain, min_features=0, frozen_weights=frozen_weights)
+    kept = _kept(products, devices)
+    fill(model, source, kept, devices)
+    # it was made while weights were on the meta device
+    scaling_state(model).to(conversion_plan(model).device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
+    _set_scales(model, inputs, {name for name, scales in source.exact.items() if scales is None})
+    if frozen:
+        for layer in model.modules():
+            if isinstance(layer, Fp8Module):
+                free_masters(layer)
+        _sources[without_wrappers(model)] = source
+    else:
+        _sources.pop(without_wrappers(model), None)
+    if rounded := [target for target in again if target not in kept]:
         warnings.warn(
-            f"load_exported: {file}: {len(again)} weights are rounded to FP8 a second time, because their codes do not"
-            " reach the largest one and a weight here is scaled by its own amax:"
-            f" {listed(again)}.",
+            f"load_exported: {file}: {len(rounded)} weights are rounded to FP8 a second time, because a weight here is"
+            f" scaled by its own values, and these codes do not reach the largest one: {listed(rounded)}.",
             stacklevel=2,
         )
     return model.eval()
 
 
-def _read(file: Path, dynamic: bool) -> tuple[dict[str, Tensor], Gemms]:
-    """The tensors of the file, and the scales of its GEMMs."""
-    safetensors = import_safetensors()
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no {file.name} in {file.parent}. Models in several files are not read here.")
+def source_of(model: nn.Module) -> Source | None:
+    """The checkpoint whose weights a model keeps in FP8; None if there is none."""
+    return _sources.get(without_wrappers(model))
+
+
+def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
+    """All that is known without reading weights, checked."""
+    # first, so that a folder without a model is named as such
+    scheme_of(folder, ())
+    shards = Shards(folder)
+    stored, file = shards.stored, shards.path
+    scheme = scheme_of(folder, stored)
+    refuse(file, misfits_of_file(stored, scheme))
+    in_fp8 = [name for name, one in stored.items() if one.dtype == E4M3.dtype]
     try:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is damaged or not a safetensors file: {printable(str(error))}") from error
-    in_fp8 = [name for name, tensor in tensors.items() if tensor.dtype == E4M3.dtype]
-    refuse(file, misfits_of_file(tensors, in_fp8, dynamic))
-    try:
-        gemms = from_metadata(metadata, dynamic)
+        metadata = from_metadata(shards.metadata.get(file), not scheme.static)
     except ValueError as error:
         raise ValueError(f"load_exported: the metadata of {file} are damaged: {error}") from error
-    if gemms is not None:
-        refuse(file, misfits_of_metadata(tensors, in_fp8, gemms))
-    else:
-        gemms = {name: Scales(*(scale.reciprocal() for scale in scales_of(name, tensors))) for name in in_fp8}
-    if not gemms:
+    exact = metadata or {}
+    if not in_fp8 and not exact:
         raise ValueError(f"load_exported: {file} has no {E4M3.dtype} weights.")
-    return tensors, gemms
+    of_weights = {scheme.scale_of(name): name for name in (*in_fp8, *exact)}
+    of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *exact)}
+    apart = {name for name in stored if name in of_inputs or scheme.is_of_cache(name)}
+    read = {name: one.clone() for name, one in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
+    numbers = {name: read[name].float() for name in stored if name in read and not scheme.is_of_cache(name)}
+    refuse(file, misfits_of_scales(numbers))
+    scales = {}
+    for name in in_fp8:
+        kind = scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape)
+        if kind is not None:
+            scales[name] = Scale.of(kind, stored[name].shape, read[scheme.scale_of(name)])
+    refuse(file, misfits_of_pairs(scheme, in_fp8, numbers))
+    if metadata is not None:
+        refuse(file, misfits_of_metadata(scheme, in_fp8, numbers, metadata))
+    names = [name for name in stored if name not in read]
+    found = placed(
+        model, {name: tuple(one.shape) for name, one in own.items()}, {name: stored[name].shape for name in names}
+    )
+    refuse(file, misfits_of_names(found, own, stored))
+    return Source(shards, scheme, found, scales, {name: read[name] for name in apart}, exact)
 
 
-def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], gemms: Gemms) -> list[str]:
+def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
+    """ValueError for a recipe that would not compute what the checkpoint means."""
+    in_blocks = scheme.recipe.precision == "fp8-block"
+    fits = bool(recipe.current.blocks) == in_blocks and (in_blocks or recipe.from_history == scheme.static)
+    if fits and (recipe.from_history or not recipe.current.margin):
+        return
+    what = "has static scales of inputs" if scheme.static else "scales inputs by their own values, with no margin"
+    what = "has a scale for each block of a weight" if in_blocks else what
+    raise ValueError(
+        f"load_exported: the model is converted with {recipe}, and {file} {what}. Call"
+        " `lightning_fp8.unconvert(model)` first."
+    )
+
+
+def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], weights: Collection[str]) -> list[str]:
     """Patterns of the layers that hold none of these weights, and stay plain."""
     chosen = {
         layer
         for path, layer in model.named_modules(remove_duplicate=False)
         for name, _ in layer.named_parameters(recurse=False)
-        if joined(plain_path(path), name) in gemms
+        if joined(plain_path(path), name) in weights
     }
     return [glob.escape(one.path) for one in layers if chosen.isdisjoint(one.layer.modules())]
 
 
-def _set_scales(model: nn.Module, gemms: Gemms) -> None:
+def _inputs(
+    source: Source, in_fp8: Collection[str], products: Mapping[str, Product], recipe: Recipe
+) -> dict[str, Tensor | None]:
+    """By GEMM, the multiplier of its input before the cast, ``[] float32``; None if its own values scale it."""
+    if source.exact:
+        return {name: scales and scales.input for name, scales in source.exact.items()}
+    if not (source.scheme.static and recipe.from_history):
+        # those that no layer has, under their own names
+        found = {key: parameter_of(key, product) for key, product in products.items()}
+        keys = [key for key, target in found.items() if target in in_fp8]
+        return dict.fromkeys([*keys, *(target for target in in_fp8 if target not in found.values())])
+    scales: dict[tuple[str, int | None], dict[float, str]] = {}
+    for name, _, target, at in source.placed.pieces:
+        if name in source.scales:
+            stored = source.inputs[source.scheme.input_of(name)].float().reshape(())
+            expert = at[0] if isinstance(at[0], int) else None
+            scales.setdefault((target, expert), {})[stored.item()] = name
+    different = [", ".join(names.values()) for names in scales.values() if len(names) > 1]
+    if different:
+        raise ValueError(
+            f"load_exported: {source.path}: tensors that are one weight in the model and have different static scales"
+            f" of inputs: {listed(different)}. Convert the model with `CurrentScaling()` and pass `frozen=True`."
+        )
+    inputs: dict[str, Tensor | None] = {}
+    for key, product in products.items():
+        target = parameter_of(key, product)
+        expert = int(key.rpartition(".")[2]) if product[1].weights_are_stacked else None
+        of_input = scales.get((target, expert)) or scales.get((target, None))
+        if target in in_fp8 and of_input:
+            inputs[key] = torch.tensor(next(iter(of_input)), dtype=torch.float32).reciprocal()
+    without = {parameter_of(key, products[key]) for key in inputs}
+    return {**inputs, **dict.fromkeys(target for target in in_fp8 if target not in without)}
+
+
+def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, frozen: bool) -> list[str]:
+    """Read all codes once, and refuse those that the model cannot hold.
+
+    Returns:
+        The weights that would be cast to other codes, were they cast here.
+    """
+    largest: dict[str, Tensor] = {}
+    lost: list[str] = []
+    by_name = {piece.name: piece for piece in source.placed.pieces if piece.name in source.scales}
+    dtypes = {name: own[piece.target].dtype for name, piece in by_name.items()}
+    for name, codes in source.shards.tensors(by_name):
+        scale = source.scales[name]
+        largest[name] = scale.largest_codes(codes)
+        if frozen or scale.is_kept_in(dtypes[name]):
+            continue
+        if not scale.keeps(codes, source.values(name, codes).to(dtypes[name])):
+            lost.append(f"{name} ({dtype_name(dtypes[name])})")
+    refuse(source.path, misfits_of_codes(largest, source.scales, dtypes))
+    refuse(source.path, misfits_of_values(source, own, lost))
+    in_fp8 = dict.fromkeys(piece.target for piece in source.placed.pieces if piece.name in source.scales)
+    return [target for target in in_fp8 if _is_rounded(source, target, recipe, largest)]
+
+
+def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
+    """Whether a cast of the weight with the scales of its own values has other codes than the file."""
+    pieces, scale, blocks = source.placed.by_target[target], source.scale_of(target), recipe.current.blocks
+    if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
+        return True
+    if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):
+        return True
+    matrices: dict[object, Tensor] = {}
+    for piece in pieces:
+        codes = largest[piece.name]
+        # with one scale for a matrix, one of its parts has its largest value
+        matrix = piece.name if blocks else piece.at[0] if isinstance(piece.at[0], int) else None
+        matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
+    # a power of two makes the largest value one above 224
+    least = HALF_OF_LARGEST_CODE + 1 if blocks == "power of 2" else LARGEST_CODE
+    return any(bool(((codes > 0) & (codes < least)).any()) for codes in matrices.values())
+
+
+def _kept(products: Mapping[str, Product], names: Collection[str]) -> dict[str, list[Gemm]]:
+    """The weights among these that are to be kept in FP8 only, with their GEMMs."""
+    found: dict[str, list[Gemm]] = {}
+    for key, (layer, kind, gemm) in products.items():
+        if (name := parameter_of(key, (layer, kind, gemm))) in names and isinstance(layer, Fp8Module):
+            found.setdefault(name, []).append(layer.fp8[gemm])
+    return {name: gemms for name, gemms in found.items() if all(gemm.weight_cast.fp8_only for gemm in gemms)}
+
+
+def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: Collection[str]) -> None:
     state = scaling_state(model)
     margin = 2.0**state.recipe.current.margin
     entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
-    for weight, gemm in converted_gemms(model).items():
-        # an attention is converted as a whole: its projections that are not FP8 fall back
-        scales, name = gemms.get(weight), tensor_name(gemm.name, "input")
-        if scales is not None:
-            entries[name] = _entry(scales.input, margin)
-        else:
-            entries[name]["in_fp8"] = torch.tensor(False)
+    for path, layer in model.named_modules(remove_duplicate=False):
+        for gemm, held in layer.fp8.items() if isinstance(layer, Fp8Module) else ():
+            key, name = gemm_key(plain_path(path), type(layer), gemm), tensor_name(held.name, "input")
+            # an attention is converted as a whole: its projections that are not FP8 fall back
+            if key in inputs and key not in fallen:
+                entries[name] = _entry(inputs[key] if state.recipe.from_history else None, margin)
+            else:
+                entries[name]["in_fp8"] = torch.tensor(False)
     state.load_state_dict(entries)
 
 

@@ -38,6 +38,11 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield plain_path(path), layer
 
 
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """The model itself, inside of the wrappers that add nothing to its path, such as that of ``torch.compile``."""
+    return [layer for path, layer in named_modules(module) if not path][-1]
+
+
 def matches(path: str, patterns: Sequence[str]) -> bool:
     """Whether any ``fnmatch`` pattern matches the path; a leading ``*.`` also matches at the top level."""
     rooted = f".{path}" if path else ""

@@ -144,3 +144,18 @@ def test_packages_built_on_lightning() -> None:
         assert row["command"] in commands_of(page)
         assert row["threads"] == 1
         assert "dirty" not in row["commit"]
+
+
+def test_peak_memory_of_loading() -> None:
+    page, file = "docs/fp8-checkpoints.md", "docs/results/loading-cpu.jsonl"
+    rows = [json.loads(line) for line in text_of(file).splitlines()]
+    assert [row["frozen"] for row in rows] == [True, False]
+    for line, row in zip(table_of(page, "model", "largest file", "peak"), rows, strict=True):
+        said = [f"{row[f'{name}_bytes'] / 1e6:.1f} MB" for name in ("model", "largest_file", "peak")]
+        above = f"{(row['peak_bytes'] - row['model_bytes']) / 1e6:.1f} MB"
+        assert [line[name] for name in ("model", "largest file", "peak", "above the model")] == [*said, above]
+        # the FP8 model and one file at most
+        assert row["peak_bytes"] <= row["model_bytes"] + row["largest_file_bytes"]
+        assert f"`{row['command']}`" in text_of(page)
+        assert "dirty" not in row["commit"]
+    assert rows[0]["model_bytes"] / rows[0]["parameters"] == pytest.approx(1.0002, abs=5e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_fp8 import (
 )
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.export.layout import amax_of_scale, codes_of
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.recipe import Recipe
 
 
@@ -235,6 +237,45 @@ def test_dynamic_scales(tmp_path: Path, converted: bool) -> None:
     for size in (1.0, 1e5):
         x = torch.randn(16, 32) * size
         same_outputs(model, loaded, lambda model, x=x: model(x))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 128), nn.Linear(128, 200))
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_scales_of_blocks(tmp_path: Path, power_of_2: bool, converted: bool) -> None:
+    recipe = BlockScaling(power_of_2_scales=power_of_2)
+    model = convert(wide(), recipe, ignore_modules=("3",))
+    export(model, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_exported(convert(wide(), recipe) if converted or power_of_2 else wide(), tmp_path)
+    assert scaling_state(loaded).recipe == recipe
+    assert [row.converted for row in describe(loaded)] == [True, True, False]
+    same_outputs(model, loaded, on(16, 256))
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()])
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_frozen_model_has_the_same_outputs(tmp_path: Path, recipe: Recipe, meta: bool) -> None:
+    run = on(16, 256)
+    model = convert(wide(), recipe, ignore_modules=("3",))
+    run(model).sum().backward()
+    scaling_state(model).update()
+    export(model, tmp_path)
+    made = convert(wide().to("meta" if meta else "cpu"), recipe)
+    loaded = load_exported(made, tmp_path, frozen=True)
+    same_outputs(model, loaded, run)
+    held = [name for name, one in loaded.named_parameters() if isinstance(one, Fp8Parameter)]
+    assert held == ["0.weight", "2.weight"]
+    saved = tensors_of(tmp_path)
+    assert all(torch.equal(loaded.get_parameter(name).payload, saved[name].view(torch.uint8)) for name in held)
+    # and again, into a model whose weights are in FP8 already
+    same_outputs(model, load_exported(loaded, tmp_path, frozen=True), run)
+    # or with masters, as before
+    same_outputs(model, load_exported(convert(loaded, frozen_weights="master"), tmp_path), run)
 
 
 @pytest.mark.parametrize(

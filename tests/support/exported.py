@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, convert, scaling_state
+from lightning_fp8 import DelayedScaling, convert, load_exported, scaling_state
+from lightning_fp8.conversion.convert import is_converted
 
 Run = Callable[[nn.Module], Tensor]
 KEY = "lightning_fp8.scales"
@@ -72,3 +75,41 @@ def in_fp8(folder: Path) -> set[str]:
 def rewrite(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Replace the tensors, and the metadata; without metadata, it is a file of another program."""
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", metadata)
+
+
+class Before:
+    """The complete state of a model that loading can change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [(type(layer), layer.training) for layer in model.modules()]
+        self.objects = [*model.parameters(), *model.buffers()]
+        self.trained = [one.requires_grad for one in self.objects]
+        self.tensors = copy.deepcopy(model.state_dict())
+        self.state = scaling_state(model) if is_converted(model) else None
+        self.entries = self.state.state_dict() if self.state else {}
+
+    def check(self, model: nn.Module) -> None:
+        assert [(type(layer), layer.training) for layer in model.modules()] == self.layers
+        now = [*model.parameters(), *model.buffers()]
+        assert all(one is other for one, other in zip(now, self.objects, strict=True))
+        assert [one.requires_grad for one in now] == self.trained
+        tensors = model.state_dict()
+        assert tensors.keys() == self.tensors.keys()
+        assert all(t.is_meta or torch.equal(t, self.tensors[name]) for name, t in tensors.items())
+        if self.state is not None:
+            assert scaling_state(model) is self.state
+            entries = self.state.state_dict()
+            assert entries.keys() == self.entries.keys()
+            assert all(torch.equal(entries[name][field], value)
+                       for name, entry in self.entries.items() for field, value in entry.items())  # fmt: skip
+
+
+def refused(
+    model: nn.Module, folder: Path, message: str, kind: type[Exception] = ValueError, frozen: bool = False
+) -> None:
+    """The folder is refused with this message, and the model is as it was."""
+    before = Before(model)
+    with pytest.raises(kind, match=message) as caught:
+        load_exported(model, folder, frozen=frozen)
+    assert kind is TypeError or str(folder) in str(caught.value)
+    before.check(model)

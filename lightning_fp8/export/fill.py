@@ -1,0 +1,245 @@
+"""Gives a model the tensors of a checkpoint: codes and scales as they are, or values in the model's dtypes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8.export.layout import Scales, amax_of_scale, listed, state_tensors
+from lightning_fp8.export.names import Piece, Placed
+from lightning_fp8.export.scheme import Scheme
+from lightning_fp8.export.shards import Shards
+from lightning_fp8.export.values import Scale, scale_of_pieces
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
+from lightning_fp8.modules.frozen_layers import replace_weight
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.paths import named_modules, plain_path, without_wrappers
+from lightning_fp8.modules.stamp import Stamped
+from lightning_fp8.ops.formats import E4M3
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and its place in a model.
+
+    Attributes:
+        shards: its files.
+        scheme: how its weights are quantized.
+        placed: where its tensors are in the model.
+        scales: of its FP8 weights, by name.
+        inputs: the stored scales of their inputs, and any of a cache, by name; unchanged.
+        exact: of an export of this package, the multipliers of all GEMMs, by the name of the weight.
+    """
+
+    shards: Shards
+    scheme: Scheme
+    placed: Placed
+    scales: Mapping[str, Scale]
+    inputs: Mapping[str, Tensor]
+    exact: Mapping[str, Scales | None]
+
+    @property
+    def path(self) -> Path:
+        """For messages."""
+        return self.shards.path
+
+    def amax(self, name: str) -> Tensor | None:
+        """An amax that gives the exact multiplier of a weight; None if only its reciprocal is known."""
+        scales = self.exact.get(name)
+        return None if scales is None else amax_of_scale(scales.weight)
+
+    def values(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the checkpoint; for codes, the values in fp32."""
+        return self.scales[name].dequantized(tensor, self.amax(name)) if name in self.scales else tensor
+
+    def scale_of(self, target: str) -> Scale | None:
+        """The scale of a weight of the model; None if its parts have none together."""
+        pieces = self.placed.by_target[target]
+        shapes = [self.shards.stored[piece.name].shape for piece in pieces]
+        return scale_of_pieces(pieces, [self.scales[one.name] for one in pieces], shapes, self.placed.shapes[target])
+
+
+def assembled(source: Source, target: str, like: Tensor) -> Tensor:
+    """A tensor of the model with the values of the checkpoint, in the dtype of ``like``."""
+    pieces = {piece.name: piece for piece in source.placed.by_target[target]}
+    made = torch.empty(like.shape, dtype=like.dtype)
+    for name, tensor in source.shards.tensors(pieces):
+        made[pieces[name].at] = source.values(name, tensor)[pieces[name].of].to(like.dtype)
+    return made
+
+
+def without_memory(model: nn.Module, names: Collection[str]) -> dict[str, torch.device]:
+    """Put parameters that only one module holds on the meta device; returns where these were, by name."""
+    uses = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items() if name in names}
+    alone = {name: tensor for name, tensor in own.items() if uses[id(tensor)] == 1}
+    new: dict[int, Tensor] = {}
+    for tensor in alone.values():
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        new[id(tensor)] = nn.Parameter(empty, requires_grad=False)
+    _replace(model, new)
+    return {name: _place(tensor) for name, tensor in alone.items()}
+
+
+def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devices: Mapping[str, torch.device]) -> None:
+    """Read the whole checkpoint into the model.
+
+    Args:
+        model: the model.
+        source: the checkpoint.
+        kept: names of the weights to be kept in FP8 only, with their GEMMs.
+        devices: where these will be.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for piece in source.placed.pieces:
+        pieces.setdefault(piece.name, []).append(piece)
+    left = Counter(piece.target for piece in source.placed.pieces)
+    # of those that are put together before they are given to the model
+    parts: dict[str, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        own = _with_memory(model, kept, devices)
+        for name, tensor in source.shards.tensors(pieces):
+            codes = tensor.view(torch.uint8) if name in source.scales else tensor
+            is_value = any(piece.target not in kept for piece in pieces[name])
+            values = source.values(name, tensor) if is_value else tensor
+            for _, of, target, at in pieces[name]:
+                weight = own[target]
+                if target in kept:
+                    if target not in parts:
+                        parts[target] = torch.empty(weight.shape, dtype=torch.uint8, device=devices[target])
+                    parts[target][at] = codes[of].to(devices[target])
+                elif isinstance(weight, Fp8Parameter):
+                    if target not in parts:
+                        parts[target] = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                    parts[target][at] = values[of].to(weight.device, weight.dtype)
+                else:
+                    weight[at].copy_(values[of])
+                left[target] -= 1
+                if not left[target] and target in kept:
+                    _keep(source, target, weight, parts.pop(target), kept[target])
+                elif not left[target] and target in parts:
+                    weight.copy_(parts.pop(target))
+
+
+def _with_memory(model: nn.Module, kept: Collection[str], devices: Mapping[str, torch.device]) -> dict[str, Tensor]:
+    """The model's tensors by name; those on the meta device get memory, except those to be ``kept`` in FP8 only."""
+    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
+    new: dict[int, Tensor] = {}
+    for name, tensor in own.items():
+        if tensor.is_meta and name not in kept and id(tensor) not in new:
+            place = devices.get(name, _place(tensor))
+            made = torch.empty(tensor.shape, dtype=_dtype(model, name, tensor), device=place)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made.__dict__.update(vars(tensor))
+            new[id(tensor)] = made
+    _replace(model, new)
+    return {name: new.get(id(tensor), tensor) for name, tensor in own.items()}
+
+
+def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: list[Gemm]) -> None:
+    """Replace a weight by one that is kept in FP8 only."""
+    scale = source.scale_of(target)
+    assert scale is not None  # noqa: S101 checked before
+    # in which it was stored, in order to be written as it was
+    dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
+    first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
+    if first.k_by_n:
+        codes, scale_inv = codes.t(), scale_inv.t() if scale_inv.dim() else scale_inv
+    # experts have a GEMM each: the names of those of one parameter differ in their last part
+    name = first.name if first.weight_cast.part is None else first.name.rpartition(".")[0]
+    made = from_codes(codes, scale_inv, former.dtype, name, first.k_by_n, E4M3)
+    replace_weight(cast(nn.Module, first.layer), gemms, former, made)
+
+
+def _dtype(model: nn.Module, name: str, tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor on the meta device; fp32 where the class of a transformers model requires it."""
+    in_fp32 = getattr(without_wrappers(model), "_keep_in_fp32_modules_strict", None) or ()
+    is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_narrow and any(part in name for part in in_fp32) else tensor.dtype
+
+
+def _place(tensor: Tensor) -> torch.device:
+    """Where a tensor is, or where one on the meta device will be."""
+    default = torch.get_default_device()
+    return tensor.device if not tensor.is_meta else default if default.type != "meta" else torch.device("cpu")
+
+
+def _replace(model: nn.Module, new: Mapping[int, Tensor]) -> None:
+    """Replace parameters and buffers in all modules that hold them, by the ``id`` of the former ones."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            changed = {name: new[id(one)] for name, one in held.items() if one is not None and id(one) in new}
+            held.update(cast(dict[str, Any], changed))
+        if isinstance(module, Fp8Module):
+            made = {id(one) for one in new.values()}
+            for gemm, weight in module.gemms():
+                if id(weight) in made:
+                    gemm.on_sharding(weight)
+                    gemm.reference = Stamped()
+
+
+def missing_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Values for the buffers on the meta device that no file holds, as the initialisation of transformers makes them.
+
+    Raises:
+        ValueError: if it does not make them all; the message names those and the remedy.
+    """
+    found: list[tuple[nn.Module, str, Tensor]] = []
+    failed: list[str] = []
+    initialisers = _initialisers(model)
+    for path, module in named_modules(model):
+        empty = {
+            name: torch.full(one.shape, _unset(one), dtype=one.dtype, device=_place(one))
+            for name, one in module._buffers.items()
+            if one is not None and one.is_meta and name in module._non_persistent_buffers_set
+        }
+        if not empty:
+            continue
+        if module in initialisers and not any(True for _ in module.parameters(recurse=False)):
+            # a copy, so that the model stays as it is until all checks are made
+            twin = copy.copy(module)
+            twin.__dict__["_buffers"] = {**module._buffers, **empty}
+            with torch.no_grad():
+                initialisers[module](twin)
+        for name, made in empty.items():
+            unset = made.isnan() if made.is_floating_point() else made == _unset(made)
+            if bool(unset.any()) or made.dtype == torch.bool:
+                failed.append(".".join(filter(None, (plain_path(path), name))))
+            found.append((module, name, made))
+    if failed:
+        raise ValueError(
+            f"load_exported: {type(model).__name__} has buffers on the meta device that checkpoints do not hold"
+            f" (`persistent=False`): {listed(failed)}. Build the model outside of `torch.device('meta')`, or set these"
+            " buffers first."
+        )
+    return found
+
+
+def _unset(buffer: Tensor) -> float:
+    """A value that no initialisation gives a buffer."""
+    if buffer.dtype == torch.bool:
+        return 0
+    return float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
+
+
+def _initialisers(model: nn.Module) -> dict[nn.Module, Any]:
+    """The function by which transformers initialises each module of its models."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    parents: Iterable[nn.Module] = model.modules() if modeling is not None else ()
+    # of the innermost model, which comes last
+    return {
+        part: parent._init_weights
+        for parent in parents
+        if isinstance(parent, modeling.PreTrainedModel)  # type: ignore[union-attr]
+        for part in parent.modules()
+    }

@@ -1,0 +1,130 @@
+"""Codes and their scales: values, the scales of parts of a weight, and the largest codes.
+
+``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E]``, ``[E, N, 1]`` or
+``[E, ceil(N / 128), ceil(K / 128)] float32``, a multiplier of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fp8.export.names import Index, Piece, Shape
+from lightning_fp8.export.scheme import Kind
+from lightning_fp8.ops.amaxes import BLOCK, by_element
+from lightning_fp8.ops.formats import E4M3
+
+# with which the smallest code is a normal number in bf16
+_NORMAL = 2.0**-117
+# the bits of a code without its sign
+_MAGNITUDE = 0x7F
+NAN_CODE = 0x7F
+LARGEST_CODE = 0x7E
+# 224, with the next lower exponent
+HALF_OF_LARGEST_CODE = 0x76
+
+
+class Scale(NamedTuple):
+    """The scale of a weight in a file."""
+
+    kind: Kind
+    values: Tensor
+
+    @staticmethod
+    def of(kind: Kind, weight: Shape, stored: Tensor) -> Scale:
+        """A scale as a file has it, for a weight of this shape."""
+        return Scale(kind, stored.to(torch.float32).reshape(weight[:-2] if kind == "tensor" else stored.shape))
+
+    def _by_element(self, codes: Tensor) -> Tensor:
+        return by_element(self.values[..., None, None] if self.kind == "tensor" else self.values, codes)
+
+    def dequantized(self, codes: Tensor, amax: Tensor | None = None) -> Tensor:
+        """``code * scale`` in fp32. If an amax is given, it takes the place of the value of the largest code."""
+        numbers = codes.float()
+        values = numbers * self._by_element(codes)
+        return values if amax is None else torch.where(numbers.abs() == E4M3.max, numbers.sign() * amax, values)
+
+    def is_kept_in(self, dtype: torch.dtype) -> bool:
+        """Whether values in this dtype become any codes again when they are divided by the scale."""
+        return dtype != torch.float16 and bool((self.values >= _NORMAL).all())
+
+    def keeps(self, codes: Tensor, values: Tensor) -> bool:
+        """Whether these values are finite and become these codes when they are divided by the scale."""
+        again = self.codes(values)
+        return bool(values.isfinite().all()) and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+
+    def codes(self, values: Tensor) -> Tensor:
+        """Values of any dtype divided by the scale and rounded to ``float8_e4m3fn``."""
+        return (values.float() / self._by_element(values)).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+
+    def largest_codes(self, codes: Tensor) -> Tensor:
+        """The largest code, ``uint8`` without sign, for each number of the scale; :data:`NAN_CODE` if any is NaN."""
+        magnitudes = codes.view(torch.uint8) & _MAGNITUDE
+        if self.kind != "block":
+            return magnitudes.amax((-2, -1) if self.kind == "tensor" else -1, keepdim=self.kind == "row")
+        rows, columns = (-size % BLOCK for size in codes.shape[-2:])
+        padded = F.pad(magnitudes, (0, columns, 0, rows))
+        return padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).amax((-3, -1))
+
+
+def scale_of_pieces(
+    pieces: Sequence[Piece], scales: Sequence[Scale], shapes: Sequence[Shape], target: Shape
+) -> Scale | None:
+    """The scale of a weight that consists of parts of files' weights; None if there is none with the same values.
+
+    Args:
+        pieces: all parts of the weight.
+        scales: of the file's weight of each.
+        shapes: of the file's weight of each.
+        target: shape of the weight.
+    """
+    kind = scales[0].kind
+    if any(scale.kind != kind for scale in scales):
+        return None
+    grid = {"tensor": target[:-2], "row": (*target[:-1], 1), "block": (*target[:-2], *map(_blocks, target[-2:]))}[kind]
+    made = torch.full(grid, float("nan"))
+    for piece, scale, shape in zip(pieces, scales, shapes):
+        of, at = (in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
+        if of is None or at is None:
+            return None
+        there, part = made[at], scale.values[of]
+        # parts of a matrix with one scale, or of rows with one scale, need the same
+        if not torch.equal(there, part) and not bool(there.isnan().all()):
+            return None
+        made[at] = part
+    return Scale(kind, made)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
+    """The part of a scale that belongs to a part of a weight; None if it splits a block."""
+    *experts, rows, columns = index
+    if not isinstance(rows, slice) or not isinstance(columns, slice):
+        return None
+    if kind == "tensor":
+        return tuple(experts)
+    if kind == "row":
+        return (*experts, rows, slice(0, 1))
+    ends = zip((rows, columns), shape[-2:])
+    if any(part.start % BLOCK or (part.stop % BLOCK and part.stop != size) for part, size in ends):
+        return None
+    return (*experts, *(slice(part.start // BLOCK, _blocks(part.stop)) for part in (rows, columns)))
+
+
+def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Scale]:
+    """Codes of values ``[E, N, K] float32`` with scales of their own of this kind, which a file has in ``dtype``."""
+    rows, columns = values.shape[-2:]
+    height, width = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK)}[kind]
+    padded = F.pad(values.abs(), (0, -columns % width, 0, -rows % height))
+    amax = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
+    # the scale as the file will have it; zeros may have any
+    stored = torch.where(amax > 0, amax / E4M3.max, 1.0).to(dtype).float()
+    scale = Scale(kind, stored.reshape(values.shape[:-2]) if kind == "tensor" else stored)
+    return scale.codes(values), scale
