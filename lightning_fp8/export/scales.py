@@ -58,6 +58,11 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         found[name] = None
         if not gemm.precision.fprop_in_fp8:
             continue
+        if recipe.current.in_e8m0 and not is_held(weight):
+            raise ValueError(
+                f"export: no layout here has the scales of {recipe}, a power of two for every 32 elements. Convert the"
+                " model with another recipe (`unconvert`, then `convert`), or save it as any other model."
+            )
         kind: Kind = "block" if recipe.current.blocks else "tensor"
         has_scale = kind == "tensor"
         if is_held(weight):
@@ -117,7 +122,7 @@ def quantized(weight: Tensor, plan: Plan) -> Quantized:
     if plan.weight is not None:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
-    payload, _, scale_inv = ops.cast_weight_blocks(_plain(weight), slot, "rows")
+    payload, _, scale_inv, _ = ops.cast_weight_blocks(_plain(weight), slot, "rows")
     return Quantized(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
 
 
