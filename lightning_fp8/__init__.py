@@ -28,7 +28,7 @@ from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
 from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scaling import recipe
-from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 
 # A recipe among hyperparameters holds only plain values, so such checkpoints also load with `weights_only=True`.
 # Versions up to 0.5.0 had recipes in `lightning_fp8.recipe`, and checkpoints refer to them by that name.
@@ -46,6 +46,7 @@ __all__ = [
     "DtypeAudit",
     "Fp8Precision",
     "Fp8ThroughputMonitor",
+    "MXScaling",
     "QuantizationProbe",
     "RunRecord",
     "ScaleFactorLogger",

@@ -14,29 +14,19 @@ import torch
 from torch import nn
 
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.layout import Scales, joined, weight_name
+from lightning_fp8.export.layout import joined, weight_name
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules, without_wrappers
-from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.formats import dtype_name
-from lightning_fp8.ops.operand import CurrentScale
-
-# one scale per tensor: `weight_block_size` is null
-_METHOD: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-_DYNAMIC = {**_METHOD, "activation_scheme": "dynamic"}
-_METHOD_OF_BLOCKS = {**_DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}
 
 
-def config_of(
-    model: nn.Module, in_fp8: Collection[str], dtype: torch.dtype | None, of: Scales | CurrentScale
-) -> dict[str, Any]:
+def config_of(model: nn.Module, dtype: torch.dtype | None, quantization: dict[str, Any]) -> dict[str, Any]:
     """The Hugging Face config, if the model has one, with ``quantization_config`` added.
 
     Args:
         model: the converted model.
-        in_fp8: names of the weights that are FP8 in the file.
-        dtype: of the other weights; None if they keep the dtype in which they are stored.
-        of: the scales of any FP8 layer of the model.
+        dtype: of the weights that are not in FP8; None if they keep the dtype in which they are stored.
+        quantization: how those in FP8 are quantized.
     """
     root = without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
@@ -46,11 +36,7 @@ def config_of(
         config["architectures"] = config["architectures"] or [type(root).__name__]
     if dtype is not None:
         config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
-    method = _METHOD_OF_BLOCKS
-    if isinstance(of, Scales):
-        method = _DYNAMIC if of.input is None else _METHOD
-    config["quantization_config"] = {**method, "ignored_layers": _plain_layers(model, in_fp8)}
-    return config
+    return {**config, "quantization_config": quantization}
 
 
 def output_embedding(model: nn.Module) -> set[str]:
@@ -60,7 +46,7 @@ def output_embedding(model: nn.Module) -> set[str]:
     return {joined(path, "weight") for path, layer in named_modules(model) if head is not None and layer is head}
 
 
-def _plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
+def plain_layers(model: nn.Module, in_fp8: Collection[str]) -> list[str]:
     """Paths of the linear layers whose weights are not FP8 in the file; for an attention, ``<path>.<projection>``."""
     plain: list[str] = []
     for path, layer, *_ in conversion_plan(model).layers:

@@ -14,14 +14,7 @@ Layers that keep their weights under other names follow one rule, see :func:`sca
 A model with current scaling has ``activation_scheme: dynamic`` and no ``input_scale``: readers scale an input by its
 own values.
 
-A model with block scaling has ``activation_scheme: dynamic`` and ``weight_block_size: [128, 128]``:
-
-==============================  ===========================  ======================================
-``<layer>.weight``              float8_e4m3fn [N, K]         codes; a block is ``code * scale_inv``
-``<layer>.weight_scale_inv``    float32 [N / 128, K / 128]   multiplier of each block's codes
-==============================  ===========================  ======================================
-
-N and K are multiples of 128; other weights are not in FP8.
+The other layouts are those of :mod:`lightning_fp8.export.published`.
 
 Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8Config``, ``Fp8LinearMethod``) and
 ``model_executor/parameter.py`` (``PerTensorScaleParameter``: a scale is ``[]`` or ``[1]``); neuralmagic/AutoFP8,
@@ -47,7 +40,7 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.ops.operand import CurrentScale, WeightSlot, with_scale
+from lightning_fp8.ops.operand import with_scale
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -106,16 +99,6 @@ def listed(names: Sequence[str]) -> str:
     return printable(", ".join(names[:6])) + (", ..." if len(names) > 6 else "")
 
 
-def in_file(name: str, weight: Tensor, scales: Scales | CurrentScale) -> tuple[Tensor, dict[str, Tensor]]:
-    """The codes of a weight, and by name the scales stored with it: static ones, or those of its blocks."""
-    if isinstance(scales, Scales):
-        found = zip(scale_names(name), (scale.reciprocal() for scale in scales.static.values()))
-        return codes_of(weight, scales.weight), dict(found)
-    slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, scales)
-    payload, _, scale_inv = ops.cast_weight_blocks(weight.detach(), slot, "rows")
-    return payload.cpu().view(E4M3.dtype), {f"{name}_scale_inv": scale_inv.cpu()}
-
-
 def joined(*parts: str) -> str:
     """The nonempty parts of a name, joined by dots."""
     return ".".join(filter(None, parts))
@@ -172,26 +155,17 @@ def memory_of(tensor: Tensor) -> Hashable:
 
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
-    """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``.
-
-    A weight kept only in FP8 keeps its codes if it has this scale.
-    """
-    if isinstance(weight, Fp8Parameter):
-        if weight.is_fp8 and torch.equal(weight.scale_inv, scale.to(weight.device).reciprocal()):
-            codes = weight.payload.t() if weight.content.k_by_n else weight.payload
-            return codes.contiguous().cpu().view(E4M3.dtype)
-        weight = weight.dequantized()
+    """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``."""
+    weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
     slot = with_scale(scale.to(weight.device), E4M3.name)
     payload, _, _ = ops.cast(weight.detach().contiguous(), slot, "none", "rows")
     return payload.cpu().view(E4M3.dtype)
 
 
-def to_metadata(gemms: Mapping[str, Scales | CurrentScale | None]) -> dict[str, str]:
+def to_metadata(gemms: Mapping[str, Scales | None]) -> dict[str, str]:
     """The exact static scales, because ``1 / (1 / scale)`` may differ in the last bit. See :func:`from_metadata`."""
-    if any(isinstance(scales, CurrentScale) for scales in gemms.values()):
-        return {"format": "pt"}
     scales = {
-        name: {role: float(scale).hex() for role, scale in of.static.items()} if isinstance(of, Scales) else None
+        name: None if of is None else {role: float(scale).hex() for role, scale in of.static.items()}
         for name, of in gemms.items()
     }
     return {"format": "pt", _METADATA_KEY: json.dumps(scales)}

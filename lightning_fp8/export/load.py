@@ -273,7 +273,7 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
 def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
     """Whether a cast of the weight with the scales of its own values has other codes than the file."""
     pieces, scale, blocks = source.placed.by_target[target], source.scale_of(target), recipe.current.blocks
-    if scale is None or scale.kind != ("block" if blocks else "tensor"):
+    if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
         return True
     if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):
         return True

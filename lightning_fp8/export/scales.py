@@ -4,38 +4,81 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.layout import SCALE_RULE, Scales, converted_gemms, is_scale, joined, listed
+from lightning_fp8 import ops
+from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
+from lightning_fp8.export.published import Layout, Quantized
+from lightning_fp8.export.scheme import Kind, Scheme
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
-from lightning_fp8.ops.operand import CurrentScale
+from lightning_fp8.ops.operand import CurrentScale, WeightSlot
 
 # the operands of fprop
 _ROLES: tuple[Role, ...] = ("input", "weight")
 
 
-def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Scales | CurrentScale | None]:
-    """The scales of all converted GEMMs, or how their blocks are scaled; None where fprop is not in FP8."""
+class Plan(NamedTuple):
+    """How a weight goes into a file in FP8. One that is held in FP8 only keeps its codes and scales.
+
+    Attributes:
+        kind: of its scales.
+        weight: if it has one scale that was computed here, its multiplier before the cast, ``[] float32`` on the CPU.
+        input: the same for the layer's input; None if readers scale it by its own values.
+        blocks: how blocks are scaled.
+    """
+
+    kind: Kind
+    weight: Tensor | None
+    input: Tensor | None
+    blocks: CurrentScale
+
+    @property
+    def scales(self) -> Scales | None:
+        """The exact scales, for the metadata; None if the weight's are others."""
+        return None if self.weight is None else Scales(self.weight, self.input)
+
+
+def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Plan | None]:
+    """How the weights of all converted GEMMs go into the file; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
     _check_gemms(model, gemms, tensors)
-    found: dict[str, Scales | CurrentScale | None] = {}
+    found: dict[str, Plan | None] = {}
     without: list[str] = []
     for name, gemm in gemms.items():
+        weight, recipe = tensors[name], gemm.state.recipe
         _check_formats(gemm)
-        check_finite(name, tensors[name])
-        recipe = gemm.state.recipe
+        check_finite(name, weight)
         found[name] = None
-        if gemm.precision.fprop_in_fp8 and recipe.current.blocks:
-            found[name] = gemm.weight_scaling
-        elif gemm.precision.fprop_in_fp8:
-            input_scale = _input_scale(gemm) if recipe.from_history else None
-            found[name] = Scales(_weight_scale(tensors[name]), input_scale)
-            if recipe.from_history and input_scale is None:
-                without.append(joined(gemm.name, "input"))
+        if not gemm.precision.fprop_in_fp8:
+            continue
+        if recipe.current.in_e8m0 and not is_held(weight):
+            raise ValueError(
+                f"export: no layout here has the scales of {recipe}, a power of two for every 32 elements. Convert the"
+                " model with another recipe (`unconvert`, then `convert`), or save it as any other model."
+            )
+        kind: Kind = "block" if recipe.current.blocks else "tensor"
+        has_scale = kind == "tensor"
+        if is_held(weight):
+            kind = kind_of(weight)
+            has_scale = kind == "tensor" and weight.content.largest is not None
+        # readers scale inputs by their own values where the scales of weights are for blocks
+        static = recipe.from_history and kind != "block"
+        plan = Plan(
+            kind,
+            _weight_scale(weight) if has_scale else None,
+            _input_scale(gemm) if static else None,
+            gemm.weight_scaling,
+        )
+        if static and plan.input is None:
+            without.append(joined(gemm.name, "input"))
+        found[name] = plan
     if without:
         raise ValueError(
             f"export: {len(without)} tensors have no history, so they have no static scale: {listed(without)}."
@@ -44,9 +87,10 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[
         )
     wrong = [
         f"{joined(gemms[name].name, role)} ({scale.item():.3g})"
-        for name, scales in found.items()
-        for role, scale in (scales.static.items() if isinstance(scales, Scales) else ())
-        if not is_scale(scale)
+        for name, plan in found.items()
+        if plan is not None
+        for role, scale in (("weight", plan.weight), ("input", plan.input))
+        if scale is not None and not is_scale(scale)
     ]
     if wrong:
         raise ValueError(
@@ -56,34 +100,80 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[
     return found
 
 
+def is_held(weight: Tensor) -> TypeGuard[Fp8Parameter]:
+    """Whether a weight exists in FP8 only, and has not been changed since."""
+    return isinstance(weight, Fp8Parameter) and weight.is_fp8
+
+
+def kind_of(weight: Fp8Parameter) -> Kind:
+    """The kind of the scales of a weight that is held in FP8."""
+    shapes = (tuple(one.shape) for one in (weight.content.payload, weight.content.scale_inv))
+    # one of these fits: a weight is not made with other scales
+    return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
+
+
+def quantized(weight: Tensor, plan: Plan) -> Quantized:
+    """The codes and scales of a weight, as its file will hold them."""
+    of_input = None if plan.input is None else plan.input.reciprocal()
+    if is_held(weight):
+        content = weight.content
+        codes = content.payload.t() if content.k_by_n else content.payload
+        return Quantized(codes.contiguous().cpu().view(E4M3.dtype), content.scale_inv.cpu(), of_input)
+    if plan.weight is not None:
+        return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
+    slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
+    payload, _, scale_inv, _ = ops.cast_weight_blocks(_plain(weight), slot, "rows")
+    return Quantized(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return (weight.dequantized() if isinstance(weight, Fp8Parameter) else weight).detach().contiguous()
+
+
 def in_whole_blocks(
-    gemms: Mapping[str, Scales | CurrentScale | None], tensors: Mapping[str, Tensor], plain: Collection[str]
-) -> Mapping[str, Scales | CurrentScale | None]:
+    plans: dict[str, Plan | None], tensors: Mapping[str, Tensor], plain: Collection[str], layout: Layout
+) -> dict[str, Plan | None]:
     """Leave out weights with incomplete blocks: a reader may compute the size of a block from the number of scales.
 
-    Those in ``plain`` are not written in FP8 in any case.
+    Those in ``plain`` are not written in FP8 in any case. A weight that exists in FP8 only keeps its blocks.
     """
     left = [
         name
-        for name, of in gemms.items()
-        if isinstance(of, CurrentScale) and name not in plain and any(size % BLOCK for size in tensors[name].shape)
+        for name, plan in plans.items()
+        if plan is not None and plan.kind == "block" and not is_held(tensors[name])
+        if name not in plain and any(size % BLOCK for size in tensors[name].shape)
     ]
-    if not left:
-        return gemms
+    if not left or layout.ragged:
+        return plans
     rule = f"a scale is for a whole block of {BLOCK} x {BLOCK} of a weight, and these weights have incomplete ones"
     shapes = listed([f"{name} {tuple(tensors[name].shape)}" for name in left])
-    gemms = {**gemms, **dict.fromkeys(left)}
-    if not any(of for name, of in gemms.items() if name not in plain):
+    plans = {**plans, **dict.fromkeys(left)}
+    if not any(plan is not None for name, plan in plans.items() if name not in plain):
         raise ValueError(
-            f"export: {rule}: {shapes}. No weight would be in FP8. Convert the model with another recipe (`unconvert`,"
-            " then `convert`), or save it as any other model."
+            f"export: {rule}: {shapes}. No weight would be in FP8. Pass `layout='compressed-tensors'`, whose readers"
+            " take them, or convert the model with another recipe (`unconvert`, then `convert`)."
         )
     warnings.warn(
         f"export: {len(left)} weights are written as they are: {rule}: {shapes}. They ran in FP8 until now, so outputs"
-        " differ.",
+        " differ. `layout='compressed-tensors'` writes them in FP8.",
         stacklevel=3,
     )
-    return gemms
+    return plans
+
+
+def check_linear(model: nn.Module, names: Collection[str], layout: Layout) -> None:
+    """ValueError for weights in FP8 that the layout's readers would not look for: those of other layers than linear."""
+    linear = {
+        joined(plain_path(path), "weight")
+        for path, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, nn.Linear)
+    }
+    others = [name for name in names if name not in linear]
+    if others and layout.linear_only:
+        raise ValueError(
+            f"export: layout={layout.name!r} is for weights of `nn.Linear`, and these belong to other layers:"
+            f" {listed(others)}. Pass `layout=None`, or leave them out of FP8 (`lightning_fp8.fall_back(model, name)`)."
+        )
 
 
 def _check_gemms(model: nn.Module, gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> None:

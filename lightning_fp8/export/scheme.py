@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fp8.export.layout import CONFIG_FILE
-from lightning_fp8.export.shards import read_json
+from lightning_fp8.export.shards import MODELOPT_FILE, read_json
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 
@@ -40,7 +40,6 @@ _WORDS: dict[Kind, str] = {
     "block": f"a matrix with a number for each block of {BLOCK} x {BLOCK}",
 }
 _OF_CACHES = (".k_scale", ".v_scale", ".q_scale")
-_MODELOPT_FILE = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,10 @@ def scheme_of(folder: Path, names: Collection[str]) -> Scheme:
         raise FileNotFoundError(f"There is no exported model in {folder}: {CONFIG_FILE} is missing.")
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     if quantization is None:
-        other = read_json(folder, _MODELOPT_FILE)
+        other = read_json(folder, MODELOPT_FILE)
         of_modelopt = other.get("quantization") if isinstance(other, dict) else None
         if isinstance(of_modelopt, dict):
-            file, quantization = folder / _MODELOPT_FILE, {**of_modelopt, "quant_method": "modelopt"}
+            file, quantization = folder / MODELOPT_FILE, {**of_modelopt, "quant_method": "modelopt"}
     if not isinstance(quantization, dict):
         raise ValueError(f"{file} has no `quantization_config`: the model there is not quantized. Load it as usual.")
     reader = _Config(file, quantization)

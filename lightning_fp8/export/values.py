@@ -54,9 +54,12 @@ class Scale(NamedTuple):
 
     def keeps(self, codes: Tensor, values: Tensor) -> bool:
         """Whether these values are finite and become these codes when they are divided by the scale."""
-        quotient = values.float() / self._by_element(codes)
-        again = quotient.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+        again = self.codes(values)
         return bool(values.isfinite().all()) and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+
+    def codes(self, values: Tensor) -> Tensor:
+        """Values of any dtype divided by the scale and rounded to ``float8_e4m3fn``."""
+        return (values.float() / self._by_element(values)).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
 
     def largest_codes(self, codes: Tensor) -> Tensor:
         """The largest code, ``uint8`` without sign, for each number of the scale; :data:`NAN_CODE` if any is NaN."""
@@ -85,7 +88,7 @@ def scale_of_pieces(
     grid = {"tensor": target[:-2], "row": (*target[:-1], 1), "block": (*target[:-2], *map(_blocks, target[-2:]))}[kind]
     made = torch.full(grid, float("nan"))
     for piece, scale, shape in zip(pieces, scales, shapes):
-        of, at = (_in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
+        of, at = (in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
         if of is None or at is None:
             return None
         there, part = made[at], scale.values[of]
@@ -100,7 +103,7 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
+def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
     """The part of a scale that belongs to a part of a weight; None if it splits a block."""
     *experts, rows, columns = index
     if not isinstance(rows, slice) or not isinstance(columns, slice):
@@ -113,3 +116,15 @@ def _in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
     if any(part.start % BLOCK or (part.stop % BLOCK and part.stop != size) for part, size in ends):
         return None
     return (*experts, *(slice(part.start // BLOCK, _blocks(part.stop)) for part in (rows, columns)))
+
+
+def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Scale]:
+    """Codes of values ``[E, N, K] float32`` with scales of their own of this kind, which a file has in ``dtype``."""
+    rows, columns = values.shape[-2:]
+    height, width = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK)}[kind]
+    padded = F.pad(values.abs(), (0, -columns % width, 0, -rows % height))
+    amax = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
+    # the scale as the file will have it; zeros may have any
+    stored = torch.where(amax > 0, amax / E4M3.max, 1.0).to(dtype).float()
+    scale = Scale(kind, stored.reshape(values.shape[:-2]) if kind == "tensor" else stored)
+    return scale.codes(values), scale

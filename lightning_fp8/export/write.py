@@ -1,4 +1,4 @@
-"""Export of a trained model with FP8 weights and their scales, in the layout that vLLM reads."""
+"""Export of a trained model with FP8 weights and their scales, in the layouts that others read."""
 
 from __future__ import annotations
 
@@ -6,56 +6,87 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.config import config_of, output_embedding
+from lightning_fp8.export.config import config_of, output_embedding, plain_layers
 from lightning_fp8.export.layout import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    Scales,
     import_safetensors,
-    in_file,
     memory_of,
     state_tensors,
     to_metadata,
 )
-from lightning_fp8.export.scales import check_finite, in_whole_blocks, scales_to_write
+from lightning_fp8.export.load import source_of
+from lightning_fp8.export.published import (
+    Layout,
+    check_plain,
+    kind_of_file,
+    layout_named,
+    quantization_config,
+    tensors_of,
+)
+from lightning_fp8.export.scales import (
+    Plan,
+    check_finite,
+    check_linear,
+    in_whole_blocks,
+    quantized,
+    scales_to_write,
+)
+from lightning_fp8.export.scheme import Scheme
+from lightning_fp8.export.written_back import Base, Write, files_of, layout_of, renamed
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
-from lightning_fp8.ops.operand import CurrentScale
 
 
 def export(
-    model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, overwrite: bool = False
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    layout: str | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a trained model with FP8 weights and their scales: ``model.safetensors`` and ``config.json``.
 
-    The layout is that of :mod:`lightning_fp8.export.layout`; :func:`lightning_fp8.load_exported` reads it. Scales are
-    those that an evaluation would use now: for inputs from the training history, for weights from their own amax. A
-    model with :class:`~lightning_fp8.CurrentScaling` is written without input scales, because readers scale inputs by
-    their own values. The same holds for :class:`~lightning_fp8.BlockScaling`, which has a scale for each block of a
-    weight, as in the published DeepSeek-V3; ``load_exported`` does not read that layout.
+    :mod:`lightning_fp8.export.published` describes the layouts, and :func:`lightning_fp8.load_exported` reads them. The
+    kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
+    scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
+    :class:`~lightning_fp8.BlockScaling`, else one for each weight, computed from its current values. Scales of inputs
+    are those that an evaluation would use now, from the training history; with
+    :class:`~lightning_fp8.CurrentScaling` and with scales for blocks there are none, because readers scale inputs by
+    their own values.
 
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
-    (vllm-project/vllm#40999). The metadata hold their scales, so :func:`~lightning_fp8.load_exported` runs them in FP8
-    again. Layers that fell back or have fprop in bf16 are exported as plain ones. So are, with a warning, experts in
-    3-D parameters, and with ``BlockScaling`` weights whose sizes are no multiples of 128. vLLM fuses q, k and v (also
-    gate and up), with the largest of their scales, and accepts them only if all or none are in FP8.
+    (vllm-project/vllm#40999). Layers that fell back or have fprop in bf16 are exported as plain ones. So are, with a
+    warning, experts in 3-D parameters, and, except in ``"compressed-tensors"``, weights with a master whose sizes are
+    no multiples of 128 under ``BlockScaling``. vLLM fuses q, k and v (also gate and up), with the largest of their
+    scales, and accepts them only if all or none are in FP8.
+
+    A base that ``load_exported(..., frozen=True)`` has read is written back with ``layout=None``, or with the layout
+    that it has: the same files, byte for byte, where nothing has changed. Weights that have, as by merging an adapter,
+    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. In another layout, or
+    with a ``dtype``, one file gets the same codes and scales under the checkpoint's names.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
 
     Args:
-        model: a converted model after at least one optimizer step.
+        model: a converted model after at least one optimizer step, or one that was read.
         path: a folder; created if needed.
+        layout: ``"hf-fp8"``, as DeepSeek-V3 and Qwen3 are published and transformers reads them;
+            ``"compressed-tensors"`` (``float-quantized``), also with scales of rows and with incomplete blocks; None
+            for the layout that was read, or else vLLM's ``fp8``, with metadata by which ``load_exported`` restores the
+            scales bit for bit.
         dtype: dtype of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored
             dtypes, and with them bit-identical outputs.
         overwrite: replace an existing export.
@@ -67,55 +98,101 @@ def export(
         ImportError: without ``safetensors``.
         FileExistsError: if the folder holds a model already.
         TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
-        ValueError: for a model without FP8 layers, tensors without a history, parameters that are not finite, a recipe
-            whose forward is not E4M3, one that scales inputs by their own values with a margin, scales outside of
-            2**-118 to 2**118, ``BlockScaling`` without a weight whose sizes are multiples of 128, or two tensors with
-            the same name; the message names them.
+        ValueError: for another ``layout``, or one that has no place for these scales or layers; for a model without FP8
+            layers, tensors without a history, parameters that are not finite, a recipe whose forward is not E4M3, one
+            that scales inputs by their own values with a margin, scales outside of 2**-118 to 2**118, ``BlockScaling``
+            without a weight whose sizes are multiples of 128, two tensors with the same name, or a base that has other
+            tensors than its checkpoint; the message names them.
     """
     import_safetensors()
+    into = layout_named(layout)
     if dtype is not None and dtype not in CASTABLE_DTYPES:
         choices = ", ".join(map(dtype_name, CASTABLE_DTYPES))
         raise TypeError(f"export: `dtype` must be None or one of {choices}, got {dtype!r}.")
-    folder = Path(path)
-    _check_folder(folder, overwrite)
-    tensors_by_name = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-    plain = output_embedding(model)
-    gemms = in_whole_blocks(scales_to_write(model, tensors_by_name), tensors_by_name, plain)
-    _note_experts(model)
-    tensors, in_file_as_fp8 = _tensors(tensors_by_name, gemms, plain, dtype)
-    of_any = next(scales for scales in gemms.values() if scales is not None)
-    _write(folder, tensors, to_metadata(gemms), config_of(model, in_file_as_fp8, dtype, of_any))
+    folder, source = Path(path), source_of(model)
+    if source is None:
+        _check_folder(folder, overwrite, {WEIGHTS_FILE})
+        tensors, metadata, config = _made(model, into, dtype)
+        _write(folder, _files(tensors, metadata, config))
+        return folder
+    base = Base(model, source)
+    if dtype is None and into.name in (None, layout_of(source)):
+        files = files_of(base)
+        _check_folder(folder, overwrite, files)
+        _write(folder, files)
+    else:
+        _check_folder(folder, overwrite, {WEIGHTS_FILE})
+        tensors, config = renamed(base, into, dtype)
+        _write(folder, _files(tensors, {"format": "pt"}, config))
+    base.warn()
     return folder
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> None:
-    """Write both files in a temporary folder inside ``folder``, then move them to their final paths."""
+def _made(
+    model: nn.Module, layout: Layout, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """The tensors, the metadata and the config of a model whose weights were not read from a checkpoint."""
+    own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
+    plain = output_embedding(model)
+    plans = in_whole_blocks(scales_to_write(model, own), own, plain, layout)
+    kind = kind_of_file(layout, {name: plan.kind for name, plan in plans.items() if plan is not None})
+    scheme = layout.scheme(kind, any(plan is not None and plan.input is not None for plan in plans.values()))
+    _note_experts(model)
+    tensors, in_fp8 = _tensors(own, plans, plain, dtype, layout, scheme)
+    check_linear(model, in_fp8, layout)
+    not_fp8 = plain_layers(model, in_fp8)
+    check_plain(layout, not_fp8, in_fp8)
+    quantization = quantization_config(layout, scheme, not_fp8)
+    return tensors, _metadata(layout, plans), config_of(model, dtype, quantization)
+
+
+def _metadata(layout: Layout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
+    """The exact scales, in the layout that has them and if each weight has one that was computed here."""
+    scales = {name: None if plan is None else plan.scales for name, plan in plans.items()}
+    has_all = all(plan is None or scales[name] is not None for name, plan in plans.items())
+    return to_metadata(scales) if layout.name is None and has_all else {"format": "pt"}
+
+
+def _files(tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> dict[str, Write]:
+    def write_weights(path: Path) -> None:
+        import_safetensors().torch.save_file(tensors, path, metadata)
+
+    def write_config(path: Path) -> None:
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    return {WEIGHTS_FILE: write_weights, CONFIG_FILE: write_config}
+
+
+def _write(folder: Path, files: Mapping[str, Write]) -> None:
+    """Write all files in a temporary folder inside ``folder``, then move them to their final paths, the config last."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
         made = Path(unfinished)
-        import_safetensors().torch.save_file(tensors, made / WEIGHTS_FILE, metadata)
-        (made / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, write in files.items():
+            write(made / name)
         # the library writes files that only the owner can read
-        (made / WEIGHTS_FILE).chmod((made / CONFIG_FILE).stat().st_mode)
-        # between the two renames there is no config, so nothing can be mistaken for a model
+        mode = (made / CONFIG_FILE).stat().st_mode
+        # without a config, nothing can be mistaken for a model
         (folder / CONFIG_FILE).unlink(missing_ok=True)
-        for name in (WEIGHTS_FILE, CONFIG_FILE):
+        for name in (*(name for name in files if name != CONFIG_FILE), CONFIG_FILE):
+            (made / name).chmod(mode)
             (made / name).replace(folder / name)
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
+def _check_folder(folder: Path, overwrite: bool, names: Collection[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"export: `path` must be a folder, and {folder} is a file.")
-    other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name != WEIGHTS_FILE)
+    other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name not in names)
     if other:
         raise FileExistsError(
             f"export: {folder} holds weights of another model, which would be loaded together with these:"
             f" {', '.join(other[:3])}. Choose another folder."
         )
-    existing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if (folder / name).exists()]
+    existing = [name for name in sorted({*names, CONFIG_FILE}, reverse=True) if (folder / name).exists()]
     if existing and not overwrite:
         raise FileExistsError(
-            f"export: {folder} holds {' and '.join(existing)} already. Choose another folder, or pass `overwrite=True`."
+            f"export: {folder} holds {' and '.join(existing[:3])} already. Choose another folder, or pass"
+            " `overwrite=True`."
         )
 
 
@@ -132,9 +209,11 @@ def _note_experts(model: nn.Module) -> None:
 
 def _tensors(
     by_name: Mapping[str, Tensor],
-    gemms: Mapping[str, Scales | CurrentScale | None],
+    plans: Mapping[str, Plan | None],
     plain: set[str],
     dtype: torch.dtype | None,
+    layout: Layout,
+    scheme: Scheme,
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of the file, and all names of the weights that are FP8 in it."""
     together: dict[object, list[str]] = {}
@@ -143,19 +222,20 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     in_fp8: set[str] = set()
     for names in together.values():
-        tensor, users = by_name[names[0]], [gemms.get(name) for name in names]
-        scales = users[0]
+        tensor = by_name[names[0]]
+        users = {name: plan for name in names if (plan := plans.get(name)) is not None}
         # all users of the weight have to read its codes
-        if scales is None or not all(users) or not plain.isdisjoint(names):
+        if len(users) < len(names) or not plain.isdisjoint(names):
             tensors[names[0]] = _stored(names[0], tensor, dtype)
             continue
         in_fp8.update(names)
-        for name in names:
-            tensors[names[0]], of_name = in_file(name, tensor, gemms[name] or scales)
-            for scale_name in of_name:
+        for name, plan in users.items():
+            made = quantized(tensor, plan)
+            tensors[names[0]], scales = made.codes, tensors_of(layout, scheme, name, made)
+            for scale_name in scales:
                 if scale_name in by_name:
                     raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")
-            tensors |= of_name
+            tensors |= scales
     return tensors, in_fp8
 
 

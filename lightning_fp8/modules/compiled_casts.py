@@ -95,19 +95,21 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
 def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
     former = [_fitting(one, weight) for one, weight in stale]
     new = cast_together(stale, former, record)
-    pairs = [(kept, cast) for kept, cast in zip(former, new, strict=True) if kept is not None]
-    targets = [kept.scale_inv for kept, _ in pairs]
-    sources = [cast.scale_inv for _, cast in pairs]
-    for kept, cast in pairs:
+    targets, sources = [], []
+    for kept, cast in zip(former, new, strict=True):
+        if kept is None:
+            continue
         if cast.by_rows is kept.by_rows:
             # written by a kernel: a backward that waits for the former payload must fail, not use this one
             torch.autograd.graph.increment_version((kept.by_rows, kept.by_columns))
-        else:
-            targets.append(kept.by_rows)
-            sources.append(cast.by_rows)
-            if not kept.by_columns._is_view():
-                targets.append(kept.by_columns)
-                sources.append(cast.by_columns)
+        copied = set()
+        for target, source in zip(kept[:4], cast[:4], strict=True):
+            # not what a kernel has written, nor a view of another part
+            memory = target.untyped_storage().data_ptr()
+            if target is not source and memory not in copied:
+                copied.add(memory)
+                targets.append(target)
+                sources.append(source)
     if targets:
         torch._foreach_copy_(targets, sources)
     return [cast if kept is None else kept for kept, cast in zip(former, new, strict=True)]

@@ -48,7 +48,7 @@ class Fp8Weight(NamedTuple):
             return Fp8Weight(weight, None)
         if weight is self.weight:
             return self
-        splits_block = rows.start % BLOCK or rows.stop % BLOCK
+        splits_block = rows.start % BLOCK or rows.stop % BLOCK or operand.scale_inv.dtype == torch.uint8
         if of.weight_scaling.blocks and splits_block and not isinstance(of.weight, Fp8Parameter):
             # without the state, which must keep the amax and scale of the whole weight
             slot = of.slots["weight", False]._replace(state=None)

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.operand import CurrentScale
 
 FP32_MAX = torch.finfo(torch.float32).max
-# side length of a block, for tensors whose blocks each have a scale
-BLOCK = 128
+# side length of a block, for tensors whose blocks each have a scale; of one with a scale in E8M0
+BLOCK, MX_BLOCK = 128, 32
 
 
 def max_abs(x: Tensor) -> Tensor:
@@ -63,20 +64,25 @@ def power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)
 
 
+def block_of(scale: Tensor) -> int:
+    """How many elements such a scale is for, along one dimension."""
+    return MX_BLOCK if scale.dtype == torch.uint8 else BLOCK
+
+
 def per_row(scale: Tensor, rows: int) -> Tensor:
     """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
-    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
+    return scale if len(scale) == rows else scale.repeat_interleave(block_of(scale), 0)[:rows]
 
 
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
-    """Scales of x ``[M, K]``, in a shape that expands to that of x.
+    """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
-    Along a dimension, there is one scale for all, one for each 128, or one for each.
+    Along a dimension, there is one scale for all, one for each block, or one for each.
     """
     for dim, size in enumerate(x.shape if scale.dim() else ()):
         if scale.shape[dim] not in (1, size):
-            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
-    return scale
+            scale = scale.repeat_interleave(block_of(scale), dim).narrow(dim, 0, size)
+    return e8m0.values_of(scale) if scale.dtype == torch.uint8 else scale
 
 
 def update_scales(

@@ -13,7 +13,7 @@ from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_watched, needs_transposed_payload
-from lightning_fp8.ops.operand import Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
+from lightning_fp8.ops.operand import BLOCKS, Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
@@ -26,13 +26,14 @@ _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [M, ceil(K/128)] float32 of
 #   payload, scale_inv [K, ceil(M/128)] float32 of payload_t). Every 128 elements along a row of a payload, fewer at its
-#   end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. `layout`, M' and
-#   recording are as for `cast`.
+#   end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. Scales in E8M0,
+#   uint8, are for 32 elements. `layout`, M' and recording are as for `cast`.
 _CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
-# cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32). The same for
-#   squares of 128 x 128; payload_t has the transposed scales. The largest amax and its scale are stored in the state.
+# cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32, empty). The
+#   same for squares of 128 x 128, or 32 x 32 with scales in E8M0; payload_t has the transposed scales. Where blocks of
+#   a weight are no squares, the results are those of cast_blocks. The state gets the largest amax and its scale.
 _CAST_WEIGHT_BLOCKS = define(
-    "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)"
+    "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. K is the shorter of the operands',
 #   as one by columns has zeros at the end of its rows. The bias is rounded to out_dtype,
@@ -71,11 +72,11 @@ def _cast_weight_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Te
 
 
 def _cast_blocks_fake(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return blocks.new_cast(x, layout)
+    return blocks.new_cast(x, slot.current, layout)
 
 
-def _cast_weight_blocks_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    return blocks.new_weight_cast(weight, layout)
+def _cast_weight_blocks_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return blocks.new_weight_cast(weight, slot.current, layout)
 
 
 def _scaled_mm_fake(
@@ -96,7 +97,9 @@ def _in_place_fake(*_: Any, **__: Any) -> None:
 cast = implement(_CAST, reference.cast, cuda.cast, _cast_fake)
 cast_weight = implement(_CAST_WEIGHT, reference.cast_weight, cuda.cast_weight, _cast_weight_fake)
 cast_blocks = implement(_CAST_BLOCKS, blocks.cast, cuda.cast_blocks, _cast_blocks_fake)
-cast_weight_blocks = implement(_CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight, _cast_weight_blocks_fake)
+cast_weight_blocks = implement(
+    _CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight_blocks, _cast_weight_blocks_fake
+)
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
 scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
 update_scales = implement(_UPDATE_SCALES, amaxes.update_scales, cuda.update_scales, _in_place_fake)
@@ -126,10 +129,16 @@ def cast_operand(
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """The same for a weight, by :func:`cast_weight`."""
-    layout = "both" if keep and needs_transposed_payload(weight) else "rows"
-    rows, columns, scale_inv = (cast_weight_blocks if slot.current.blocks else cast_weight)(weight, slot, layout)
-    columns = columns if needs_transposed_payload(weight) else rows.t()
-    return Fp8Operand(rows, columns, scale_inv, scale_inv.t() if slot.current.blocks else scale_inv, slot.format)
+    block = BLOCKS.get(slot.current.blocks)
+    is_separate = needs_transposed_payload(weight) or not (block is None or block.squares)
+    layout = "both" if keep and is_separate else "rows"
+    if block is None:
+        rows, columns, scale_inv = cast_weight(weight, slot, layout)
+        columns_scale_inv = scale_inv
+    else:
+        rows, columns, scale_inv, columns_scale_inv = cast_weight_blocks(weight, slot, layout)
+        columns_scale_inv = scale_inv.t() if block.squares else columns_scale_inv
+    return Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, columns_scale_inv, slot.format)
 
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:
@@ -151,7 +160,7 @@ def cast_weights(
     """
     kernel = None
     if needs_transposed_payload(weights[0]) and not is_watched(weights[0]):
-        kernel = cuda.weights_kernel(weights[0].device, bool(slots[0].current.blocks))
+        kernel = cuda.kernel_for_weights(weights[0].device, slots[0].current)
     if kernel is None:
         return [cast_weight_operand(weight, slot, keep=True) for weight, slot in zip(weights, slots, strict=True)]
     return cuda.cast_weights(kernel, weights, slots, out)

@@ -1,8 +1,8 @@
 """Casts in blocks, each scaled by its own values, in torch's own operations on any device.
 
-A block is 128 elements along a row of its payload, or a square of 128 x 128 of a weight; at the edges it is smaller. So
-the payloads by rows and by columns of an input or gradient are two casts with different scales, while a weight is cast
-once, and its scales by columns are the transpose of those by rows. Nothing here waits for a GPU.
+A block is 128 or 32 elements along a row of its payload, or a square of a weight; at the edges it is smaller. So the
+payloads by rows and by columns of an input or gradient are two casts with different scales, while a weight in squares
+is cast once, and its scales by columns are the transpose of those by rows. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.ops import reference
+from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
+from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
+    BLOCKS,
     CurrentScale,
     Slot,
     WeightSlot,
@@ -47,19 +48,29 @@ def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot
     """Count what this cast loses, if requested; in the payload by rows if both are made."""
     if is_counting(slot):
         inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
-        count(x, scale_to_count(inverse.reciprocal(), x), slot)
+        count(x, scale_to_count(inverse, x), slot)
 
 
-def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight_blocks``."""
-    fmt, amax = FORMATS[slot.format], square_amaxes(weight)
-    scale = block_scale(amax, fmt, slot.current)
-    if slot.state is not None:
+    fmt, block = FORMATS[slot.format], BLOCKS[slot.current.blocks]
+    columns, columns_scale_inv, _ = _no_cast(weight)
+    if block.squares:
+        amax = square_amaxes(weight, block.size)
+        scale, scale_inv = block_scale(amax, fmt, slot.current)
         largest = _largest(amax)
-        slot.state.record_weight(slot.index, largest, block_scale(largest, fmt, slot.current))
+        scale = scale if len(scale) == len(weight) else scale.repeat_interleave(block.size, 0)[: len(weight)]
+        by_rows = _payload(weight, scale, fmt, block.size, weight.shape[1])
+        rows, columns = in_layout(by_rows, layout)
+    else:
+        rows, scale_inv, largest = _cast(weight, fmt, slot.current, weight.shape[1])
+        if layout != "rows":
+            columns, columns_scale_inv, _ = _cast(weight.t(), fmt, slot.current, columns_shape(*weight.shape)[1])
+    if slot.state is not None:
+        slot.state.record_weight(slot.index, largest, block_scale(largest, fmt, slot.current)[0])
     if is_counting(slot):
-        count(weight, scale_to_count(scale, weight), slot)
-    return (*in_layout(_payload(weight, per_row(scale, len(weight)), fmt, weight.shape[1]), layout), scale.reciprocal())
+        count(weight, scale_to_count(scale_inv, weight), slot)
+    return rows, columns, scale_inv, columns_scale_inv
 
 
 def cast_gradient(
@@ -81,42 +92,61 @@ def cast_gradient(
 linear_backward = gradients_by(cast_gradient, reference.scaled_mm)
 
 
-def square_amaxes(weight: Tensor) -> Tensor:
-    """``max|w|`` of each 128 x 128 of a weight, ``[ceil(N/128), ceil(K/128)] float32``."""
-    amax = _block_amax(weight)
-    return F.pad(amax, (0, 0, 0, -len(amax) % BLOCK)).unflatten(0, (-1, BLOCK)).amax(1)
+def square_amaxes(weight: Tensor, size: int = BLOCK) -> Tensor:
+    """``max|w|`` of each square of a weight, ``[ceil(N/size), ceil(K/size)] float32``."""
+    amax = _block_amax(weight, size)
+    return F.pad(amax, (0, 0, 0, -len(amax) % size)).unflatten(0, (-1, size)).amax(1)
 
 
-def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> Tensor:
-    """``FP8_MAX / amax`` of each block, or the power of two below it; 1 where ``amax`` is not finite."""
+def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> tuple[Tensor, Tensor]:
+    """``FP8_MAX / amax`` of each block, or a power of two of at most that, ``float32``; and what is stored, scale_inv.
+
+    Where ``amax`` is not finite, a scale in fp32 is 1 and one in E8M0 NaN.
+    """
+    if current.in_e8m0:
+        codes = e8m0.codes_of(amax, fmt)
+        return e8m0.multipliers_of(codes), codes
     scale = scale_of_current(amax, fmt)
-    return scale if current.blocks == "float32" else power_of_2(scale)
+    scale = scale if current.blocks == "float32" else power_of_2(scale)
+    return scale, scale.reciprocal()
 
 
-def new_cast(x: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def new_cast(x: Tensor, current: CurrentScale, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised results of the operator ``lightning_fp8::cast_blocks``."""
-    scale_inv = _new_scales(x) if layout != "columns" else nothing(x, torch.float32)
-    columns_scale_inv = _new_scales(x.t()) if layout != "rows" else nothing(x, torch.float32)
+    scale_inv = _new_scales(x, current) if layout != "columns" else nothing(x, torch.float32)
+    columns_scale_inv = _new_scales(x.t(), current) if layout != "rows" else nothing(x, torch.float32)
     return *new_payloads(x, x.shape, layout), scale_inv, columns_scale_inv
 
 
-def new_weight_cast(weight: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def new_weight_cast(weight: Tensor, current: CurrentScale, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised results of the operator ``lightning_fp8::cast_weight_blocks``."""
-    squares = [-(-size // BLOCK) for size in weight.shape]
-    return *new_payloads(weight, weight.shape, layout), weight.new_empty(squares, dtype=torch.float32)
+    block = BLOCKS[current.blocks]
+    if not block.squares:
+        rows, columns, *scales = new_cast(weight, current, layout)
+        rows = rows if layout != "columns" else weight.new_empty(weight.shape, dtype=torch.uint8)
+        scales[0] = _new_scales(weight, current)
+        return rows, columns, scales[0], scales[1]
+    squares = [-(-size // block.size) for size in weight.shape]
+    scale_inv = weight.new_empty(squares, dtype=_stored(current))
+    return *new_payloads(weight, weight.shape, layout), scale_inv, nothing(weight, torch.float32)
 
 
-def _new_scales(x: Tensor) -> Tensor:
-    """``[rows, ceil(columns/128)]``, strides ``(1, rows)``: fastest to read for our GEMM, and what torch's takes."""
+def _stored(current: CurrentScale) -> torch.dtype:
+    return torch.uint8 if current.in_e8m0 else torch.float32
+
+
+def _new_scales(x: Tensor, current: CurrentScale) -> Tensor:
+    """``[rows, blocks of a row]``, strides ``(1, rows)``: fastest to read for our GEMM, and what torch's takes."""
     rows, columns = x.shape
-    return x.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
+    return x.new_empty(-(-columns // BLOCKS[current.blocks].size), rows, dtype=_stored(current)).t()
 
 
 def _cast(x: Tensor, fmt: Fp8Format, current: CurrentScale, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The payload by rows, zeros up to ``width``, its scale_inv ``[rows, ceil(columns/128)]``, and ``max|x|``."""
-    amax = _block_amax(x)
-    scale = block_scale(amax, fmt, current)
-    return _payload(x, scale, fmt, width), torch.reciprocal(scale, out=_new_scales(x)), _largest(amax)
+    """The payload by rows, zeros up to ``width``, its scale_inv ``[rows, blocks of a row]``, and ``max|x|``."""
+    size = BLOCKS[current.blocks].size
+    amax = _block_amax(x, size)
+    scale, scale_inv = block_scale(amax, fmt, current)
+    return _payload(x, scale, fmt, size, width), _new_scales(x, current).copy_(scale_inv), _largest(amax)
 
 
 def _no_cast(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,16 +157,16 @@ def _largest(amax: Tensor) -> Tensor:
     return amax.amax() if amax.numel() else amax.new_zeros(())
 
 
-def _block_amax(x: Tensor) -> Tensor:
-    """``max|x|`` of each 128 elements of a row, ``[rows, ceil(columns/128)] float32``; NaN if any of them is NaN."""
-    return torch.cat([_blocks(x[rows]).abs().amax(-1) for rows in _chunks(x)]).float()
+def _block_amax(x: Tensor, size: int) -> Tensor:
+    """``max|x|`` of each block of a row, ``[rows, ceil(columns/size)] float32``; NaN if any of its elements is NaN."""
+    return torch.cat([_blocks(x[rows], size).abs().amax(-1) for rows in _chunks(x)]).float()
 
 
-def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format, width: int) -> Tensor:
+def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int, width: int) -> Tensor:
     """``x`` times the scale of its block in fp32, saturated and rounded to nearest even, ``[rows, width] uint8``."""
     payload = torch.empty(len(x), width, dtype=fmt.dtype, device=x.device)
     for rows in _chunks(x):
-        values = (_blocks(x[rows]).float() * scale[rows, :, None]).clamp_(-fmt.max, fmt.max)
+        values = (_blocks(x[rows], size).float() * scale[rows, :, None]).clamp_(-fmt.max, fmt.max)
         payload[rows] = values.flatten(1)[:, :width]
     return payload.view(torch.uint8)
 
@@ -146,14 +176,14 @@ def _chunks(x: Tensor) -> list[slice]:
     return [slice(len(x))] if x.is_cuda or not len(x) else row_chunks(*x.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """``[rows, columns]`` -> ``[rows, ceil(columns/128), 128]``, the last block of a row padded with zeros."""
-    blocks = -(-x.shape[1] // BLOCK)
-    return F.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """``[rows, columns]`` -> ``[rows, ceil(columns/size), size]``, the last block of a row padded with zeros."""
+    blocks = -(-x.shape[1] // size)
+    return F.pad(x, (0, blocks * size - x.shape[1])).unflatten(1, (blocks, size))
 
 
-def scale_to_count(scale: Tensor, x: Tensor) -> Tensor:
+def scale_to_count(scale_inv: Tensor, x: Tensor) -> Tensor:
     """The scale of each element, reduced a little: a block's largest value is scaled to the format's maximum or, by
     rounding, just above it, and must not count as clipped.
     """
-    return by_element(scale * (1 - 2**-20), x)
+    return by_element(scale_inv, x).reciprocal() * (1 - 2**-20)

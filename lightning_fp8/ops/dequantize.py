@@ -36,7 +36,8 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
 
 def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
     """``code * scale_inv`` in fp32; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
-    return dequantize(payload, format).mul_(by_element(scale_inv, payload) * DEQUANTIZED_SHIFT[format])
+    # two factors: their product may overflow
+    return dequantize(payload, format).mul_(DEQUANTIZED_SHIFT[format]).mul_(by_element(scale_inv, payload))
 
 
 def keep_values(operand: Fp8Operand) -> None:

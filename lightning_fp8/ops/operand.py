@@ -93,7 +93,8 @@ class Fp8Tensor(NamedTuple):
         payload: ``[M, K] uint8``; the product sums over K.
         scale_inv: ``[] float32``, or with a number of scales for each dimension: one for all, one for every 128, or one
             for each. Blocks are ``[M, ceil(K/128)]``, 128 elements along a row, and ``[ceil(M/128), ceil(K/128)]``,
-            squares; a weight may have ``[M, 1]``, one for each row, and by columns ``[1, K]``.
+            squares; a weight may have ``[M, 1]``, one for each row, and by columns ``[1, K]``. Those in
+            ``uint8`` are in E8M0, for every 32.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
@@ -132,13 +133,35 @@ class Columns(NamedTuple):
     format: str
 
 
+class Blocks(NamedTuple):
+    """Blocks of a tensor, each of which has a scale.
+
+    Attributes:
+        size: how many elements along K, the dimension that a product sums over, share a scale.
+        squares: whether blocks of a weight are squares, so that both of its payloads have the same codes and scales;
+            else each payload is a cast with scales of its own, as of an input.
+    """
+
+    size: int
+    squares: bool
+
+
+# by what CurrentScale.blocks may be
+BLOCKS = {
+    "float32": Blocks(128, True),
+    "power of 2": Blocks(128, True),
+    "e8m0": Blocks(32, False),
+    "e8m0 squares": Blocks(32, True),
+}
+
+
 class CurrentScale(NamedTuple):
     """How a tensor is scaled by its own values.
 
     Attributes:
         margin: powers of two kept free above the largest value.
-        blocks: the kind of scale that each block has, ``"float32"`` or ``"power of 2"``, both stored in fp32; empty if
-            the whole tensor has one scale.
+        blocks: the kind of scale that each block has, a key of :data:`BLOCKS`; empty if the whole tensor has one scale.
+            ``"float32"`` and ``"power of 2"`` are stored in fp32, ``"e8m0"`` as in :mod:`lightning_fp8.ops.e8m0`.
         group: the name of the process group that the tensor is split over; the largest amax of all parts is used. Empty
             if the tensor is not split.
         always: whether every cast uses this scaling, rather than only those without a history.
@@ -148,6 +171,16 @@ class CurrentScale(NamedTuple):
     blocks: str = ""
     group: str = ""
     always: bool = False
+
+    @property
+    def in_e8m0(self) -> bool:
+        """Whether scales are powers of two in one byte."""
+        return self.blocks.startswith("e8m0")
+
+    @property
+    def without_master(self) -> str:
+        """The blocks of a weight that is kept in FP8 only: both of its payloads have the same codes."""
+        return "float32" if self.in_e8m0 else self.blocks
 
     @property
     def adjusts_amax(self) -> bool:

@@ -1,4 +1,4 @@
-"""``"fp8-delayed"``, ``"fp8-current"`` and ``"fp8-block"``: layers in FP8, the rest in bf16 by autocast."""
+"""``"fp8-delayed"`` and the other recipes' strings: layers in FP8, the rest in bf16 by autocast."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _NOT_UNDER_FSDP = "`frozen_weights='fp8'` does not work under FSDP, which shards
 
 
 class Fp8Precision(PrecisionCore):
-    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe ``"fp8-current"`` or ``"fp8-block"``.
+    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe one of the other strings.
 
     ``Trainer(precision="fp8-delayed")`` makes one with the defaults, ``"fp8-current"`` one with ``CurrentScaling()``,
-    and ``"fp8-block"`` one with ``BlockScaling()``; pass one as ``plugins=`` for anything else, to a Trainer or to
-    Fabric.
+    ``"fp8-block"`` one with ``BlockScaling()`` and ``"fp8-mx"`` one with ``MXScaling()``; pass one as ``plugins=`` for
+    anything else, to a Trainer or to Fabric.
 
     Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
     autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward, never in
@@ -57,9 +57,10 @@ class Fp8Precision(PrecisionCore):
 
     Args:
         recipe: how scales are computed: a :class:`~lightning_fp8.DelayedScaling` (the default), a
-            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, the precision string of one
-            of them, or a mapping of fields: those of ``DelayedScaling``, unless ``precision`` selects another recipe,
-            as in ``{"precision": "fp8-current", "margin": 1}``. May be given by position.
+            :class:`~lightning_fp8.CurrentScaling`, a :class:`~lightning_fp8.BlockScaling`, an
+            :class:`~lightning_fp8.MXScaling`, the precision string of one of them, or a mapping of fields: those of
+            ``DelayedScaling``, unless ``precision`` selects another recipe, as in
+            ``{"precision": "fp8-current", "margin": 1}``. May be given by position.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, are not
             converted.
         param_dtype: dtype in which parameters are stored, ``torch.float32`` (the default) or ``torch.bfloat16``.

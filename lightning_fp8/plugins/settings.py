@@ -13,7 +13,7 @@ from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import closest
 from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
 
-PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "bf16-mixed", "bf16-true"]
+PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "fp8-mx", "bf16-mixed", "bf16-true"]
 GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 FP8_PRECISIONS = tuple(RECIPES)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+from lightning_fp8.ops.amaxes import MX_BLOCK
 from lightning_fp8.ops.formats import E4M3, E5M2, PRODUCTS, Fp8Format, Product, Role
 from lightning_fp8.ops.operand import CurrentScale
 from lightning_fp8.runtime.choice import check_choice
@@ -257,10 +258,53 @@ class BlockScaling(Recipe):
         return CurrentScale(blocks="power of 2" if self.power_of_2_scales else "float32")
 
 
-# keyed by precision string
-RECIPES: dict[str, type[Recipe]] = {kind.precision: kind for kind in (DelayedScaling, CurrentScaling, BlockScaling)}
+@_knows_its_fields
+@dataclass(frozen=True, repr=False)
+class MXScaling(Recipe):
+    """MXFP8: each 32 elements along the sum of a product have a scale, a power of two in one byte, all in E4M3.
 
-KINDS = " or ".join(f"a {kind.__name__}" for kind in RECIPES.values())
+    A scale is that of the block's largest value, rounded up, so nothing is clipped; nothing depends on earlier steps.
+    The two payloads of a tensor are two casts, each with scales along its own rows. The logged ``amax`` is the largest
+    value of a tensor, and the logged ``scale`` that of the block that holds it. A block with an infinity or NaN is NaN.
+
+    Args:
+        weight_blocks: the blocks of a weight. ``(1, 32)``, as in the published recipe: forward and backward see two
+            different roundings of it. ``(32, 32)``: squares, and both see the same weight.
+
+    Raises:
+        ValueError: for an invalid field; the message has the field, the rule and the value.
+        TypeError: for a field of another name; the message has the right ones.
+
+    Sources: OCP Microscaling Formats (MX) Specification 1.0; Mishra et al., "Recipes for Pre-training LLMs with MXFP8",
+    arXiv 2506.08027, whose rounding of the scale this is.
+
+    >>> MXScaling().format_of("grad_output").name
+    'e4m3'
+    """
+
+    precision: ClassVar[str] = "fp8-mx"
+
+    weight_blocks: tuple[int, int] = (1, MX_BLOCK)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # a list, from YAML or a checkpoint's JSON, is as good as a tuple
+        blocks = tuple(self.weight_blocks) if isinstance(self.weight_blocks, (list, tuple)) else self.weight_blocks
+        object.__setattr__(self, "weight_blocks", blocks)
+        self._require("weight_blocks", "(1, 32) or (32, 32)", blocks in ((1, MX_BLOCK), (MX_BLOCK, MX_BLOCK)))
+
+    @property
+    def current(self) -> CurrentScale:
+        """See :class:`Recipe`."""
+        return CurrentScale(blocks="e8m0" if self.weight_blocks[0] == 1 else "e8m0 squares")
+
+
+# keyed by precision string
+RECIPES: dict[str, type[Recipe]] = {
+    kind.precision: kind for kind in (DelayedScaling, CurrentScaling, BlockScaling, MXScaling)
+}
+
+KINDS = " or ".join(f"{'an' if kind is MXScaling else 'a'} {kind.__name__}" for kind in RECIPES.values())
 
 
 def as_recipe(recipe: Any) -> Recipe | None:

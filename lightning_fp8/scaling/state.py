@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from typing_extensions import override
 
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import power_of_2, scale_below
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.formats import DELAYED_ROLES, Product, Role
+from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, Product, Role
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.precision import LayerPrecision
@@ -301,6 +302,9 @@ class ScalingState(Joinable):
         )
         if current.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
+        elif current.in_e8m0:
+            newest, scale = self.amax_history[0], self.scale.data[: self.delayed]
+            scale.copy_(e8m0.multipliers_of(e8m0.codes_of(newest, E4M3)).where(newest > 0, scale))
         if self.model.current_rows is not None:
             self._show_current_scales(self.model.current_rows)
         self.updates += 1

@@ -57,10 +57,10 @@ def parallel(model, columns="0", rows="2"):
 @every_device
 def test_column_and_row_parallel_train_as_one_process_does(order: str, device: str, tmp_path: Path) -> None:
     body = f"""
-from lightning_fp8 import BlockScaling, CurrentScaling
+from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling
 
 fp32 = train(net())
-for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling()):
+for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()):
     found = result[recipe.precision] = {{"fp32": fp32}}
     alone = convert(net(), recipe)
     found["alone"] = train(alone)

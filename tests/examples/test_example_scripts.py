@@ -101,6 +101,18 @@ def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> 
         assert sum("lora_" in key for key in file.keys()) == len(file.keys()) == 2 * (LLAMA - 1)  # noqa: SIM118
 
 
+def test_lora_on_a_checkpoint_in_fp8(run: Runner) -> None:
+    found = run("fp8_checkpoint", "--epochs", "1")
+    assert found.loss < NO_CONTEXT - 1
+    with safe_open("runs/fp8_checkpoint/model.safetensors", "pt") as file:
+        scales = [key for key in file.keys() if key.endswith("weight_scale_inv")]  # noqa: SIM118
+    assert len(scales) == LLAMA - 1
+    baseline = run("fp8_checkpoint", "--epochs", "1", "--precision", BASELINE)
+    assert found.loss == pytest.approx(baseline.loss, rel=0.03)
+    with safe_open("runs/fp8_adapters/adapter_model.safetensors", "pt") as file:
+        assert len(file.keys()) == 2 * (LLAMA - 1)
+
+
 def test_a_pretrained_model_with_its_tokenizer(run: Runner) -> None:
     """Loaded from a folder, as from the hub."""
     import tokenizers

@@ -13,7 +13,7 @@ from pairwise import pairwise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.ops.formats import OPERAND_OF, PRODUCTS
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -25,6 +25,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "delayed": DelayedScaling,
     "current": CurrentScaling,
     "block": BlockScaling,
+    "mx": MXScaling,
 }
 
 Step = tuple[Tensor, ...]

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from pairwise import pairwise
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.scaling.recipe import Recipe
 
-RECIPES: list[Callable[..., Recipe]] = [DelayedScaling, CurrentScaling, BlockScaling]
+RECIPES: list[Callable[..., Recipe]] = [DelayedScaling, CurrentScaling, BlockScaling, MXScaling]
 
 
 class Calls:

@@ -26,7 +26,7 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes, is_frozen
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -157,6 +157,12 @@ def test_compiled(kind: str, recipe: Recipe) -> None:
         y.square().sum().backward()
         found.append((y.detach(), x.grad))
     assert same(*found)
+    # as a graph takes it apart, and puts it together
+    weight = model[0].weight
+    fields, rest = weight.__tensor_flatten__()
+    again = Fp8Parameter.__tensor_unflatten__({one: getattr(weight, one) for one in fields}, rest, None, None)
+    assert is_frozen(again)
+    assert same(again.dequantized(), weight.dequantized())
 
 
 def test_scales_keep_the_dtype_that_they_were_stored_in() -> None:

@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fp8 import BlockScaling, CurrentScaling, convert, fall_back, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, fall_back, scaling_state
 from lightning_fp8.callbacks.watch import Limits, Watch
 from lightning_fp8.ops import basic
 from lightning_fp8.scaling.recipe import Recipe
@@ -138,7 +138,7 @@ CHANGES = [changed_by_a_hook, changed_in_place, changed_after_the_first, changed
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 
 
-@pytest.mark.parametrize("recipe", [None, CurrentScaling(), BlockScaling()])
+@pytest.mark.parametrize("recipe", [None, CurrentScaling(), BlockScaling(), MXScaling()])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_one_layer_is_given_instead_is_cast_for_it(
@@ -152,7 +152,7 @@ def test_what_one_layer_is_given_instead_is_cast_for_it(
         found, casts = shared(x), input_casts["blocks.1.q"]
         assert torch.equal(found, separate(x))
     # two layers share a cast if something counts the changes of their tensor; casts in blocks are not counted
-    assert casts == (0 if isinstance(recipe, BlockScaling) else 3 if mode is torch.inference_mode else 2)
+    assert casts == (0 if isinstance(recipe, (BlockScaling, MXScaling)) else 3 if mode is torch.inference_mode else 2)
     if mode is torch.enable_grad and recipe is None:
         mine, theirs = scaling_state(shared), scaling_state(separate)
         for block in ("blocks.0", "blocks.1"):

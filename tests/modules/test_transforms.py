@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state, unconvert
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state, unconvert
 
 MESSAGE = r"lightning_fp8: FP8 layers run neither in forward-mode .* `lightning_fp8\.unconvert\(model\)`.*`ignore_modu"
 
@@ -58,7 +58,7 @@ DERIVATIVES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 @pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_derivatives_are_refused(kind: str) -> None:
-    for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling()):
+    for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()):
         torch.manual_seed(0)
         model, x = convert(LAYERS[kind](), recipe, min_features=0), torch.randn(12, 32)
         for training in (True, False):

@@ -73,7 +73,7 @@ def test_both_layouts_have_their_own_blocks(
 @pytest.mark.parametrize("kind", KINDS)
 def test_squares_of_a_weight(kind: str, shape: tuple[int, int]) -> None:
     x, (state, _, slot) = numbers(*shape), slots(kind)
-    payload, payload_t, scale_inv = ops.cast_weight_blocks(x, slot, "both")
+    payload, payload_t, scale_inv, _ = ops.cast_weight_blocks(x, slot, "both")
     check(payload, scale_inv, x, 128, kind)
     assert torch.equal(unpadded(payload_t, len(x)), payload.t())
     assert np.array_equal(float(state.amax[2]), largest(x), equal_nan=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:dynamo_pgo force disabled")
@@ -27,6 +27,8 @@ MIXED = "bf16-mixed"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, MIXED: torch.float32}
 OTHERS: list[Recipe] = [
     BlockScaling(power_of_2_scales=True),
+    MXScaling(),
+    MXScaling(weight_blocks=(32, 32)),
     DelayedScaling(wgrad="bf16"),
     CurrentScaling(margin=1, fprop="bf16"),
     BlockScaling(dgrad="bf16"),

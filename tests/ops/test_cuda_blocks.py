@@ -98,7 +98,7 @@ def test_products_are_those_of_the_values(
     a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "rows")
     if squares:
         # as dgrad takes them: the payload by columns is padded, and its scales are a transposed view
-        _, b_fp8, b_inv = ops.cast_weight_blocks(b.t().contiguous(), weight_slot, "both")
+        _, b_fp8, b_inv, _ = ops.cast_weight_blocks(b.t().contiguous(), weight_slot, "both")
         assert b_fp8.shape == (140, 304)
         b_inv = b_inv.t()
     else:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_fp8 import Bf16MixedPrecision, BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision
+from lightning_fp8 import Bf16MixedPrecision, BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.trainer import PLUGINS
 
@@ -85,6 +85,7 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
         ("fp8-delayed", DelayedScaling()),
         ("fp8-current", CurrentScaling()),
         ("fp8-block", BlockScaling()),
+        ("fp8-mx", MXScaling()),
         (CurrentScaling(margin=1), CurrentScaling(margin=1)),
         ({"precision": "fp8-current", "margin": 1}, CurrentScaling(margin=1)),
         ({"margin": 1}, DelayedScaling(margin=1)),
@@ -168,9 +169,13 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
     ("kwargs", "error", "words"),
     [
         ({"recipe": {"margin": -1}}, ValueError, "`margin`"),
-        ({"recipe": "default"}, ValueError, "must be one of 'fp8-delayed', 'fp8-current', 'fp8-block', got 'default'"),
-        ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'BlockScaling', got 'Recipe'"),
-        ({"recipe": 1}, TypeError, "a CurrentScaling or a BlockScaling or a mapping"),
+        (
+            {"recipe": "default"},
+            ValueError,
+            "must be one of 'fp8-delayed', .*'fp8-mx', got 'default'",
+        ),
+        ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'MXScaling', got 'Recipe'"),
+        ({"recipe": 1}, TypeError, "a BlockScaling or an MXScaling or a mapping"),
         ({"ignore_modules": "head"}, TypeError, "`ignore_modules` must be a sequence of patterns, got the string"),
         ({"keep_fp32": "head"}, TypeError, "`keep_fp32` must be a sequence of patterns, got the string 'head'"),
         ({"dtype_mismatch": "ignore"}, ValueError, "must be one of 'align', 'warn', 'error', got 'ignore'"),

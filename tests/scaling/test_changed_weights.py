@@ -19,6 +19,7 @@ from lightning_fp8 import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    MXScaling,
     convert,
     export,
     load_exported,
@@ -253,7 +254,7 @@ def test_weights_swapped_for_evaluation_leave_the_histories() -> None:
                 assert torch.equal(model.eval()(batch)[:64], before)
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=lambda one: one.precision)
+@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling(), MXScaling()], ids=lambda one: one.precision)
 def test_without_histories_no_weight_is_looked_at(recipe: Recipe, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = convert(deep(), recipe), torch.randn(8, 32)
     monkeypatch.setattr("lightning_fp8.modules.gemm.stamps", None)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from experts import WIDTH, experts, routing
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, feed_forward, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, feed_forward, scaling_state
 
 ROWS = 24
 # much larger than the loss of the training, as a sum over a batch is than a mean
@@ -123,7 +123,9 @@ def test_cuda_half(kind: str, cuda_half: Counter[str]) -> None:
     assert launches["fp8-delayed"] == launches["fp8-current"]
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()], ids=lambda one: one.precision)
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()], ids=lambda one: one.precision
+)
 def test_a_frozen_encoder_in_evaluation(recipe: Any) -> None:
     """A prompt is trained through an encoder that never records, beside a head that does."""
     plain = nn.ModuleDict({"encoder": KINDS["linear"](), "head": nn.Linear(WIDTH, 16)})

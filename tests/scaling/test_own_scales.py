@@ -20,6 +20,7 @@ from lightning_fp8 import (
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
+    MXScaling,
     QuantizationProbe,
     RunRecord,
     ScaleFactorLogger,
@@ -31,13 +32,13 @@ from lightning_fp8 import (
 )
 from lightning_fp8.scaling.recipe import Recipe
 
-both = pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=str)
+without_history = pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling(), MXScaling()], ids=str)
 by_string = pytest.mark.parametrize(
-    ("precision", "recipe"), [("fp8-current", CurrentScaling()), ("fp8-block", BlockScaling())]
+    ("precision", "recipe"), [("fp8-current", CurrentScaling()), ("fp8-block", BlockScaling()), ("fp8-mx", MXScaling())]
 )
 
 
-@both
+@without_history
 def test_an_evaluation_is_that_of_training_and_needs_no_scales(recipe: Recipe) -> None:
     model = convert(small_mlp(), recipe)
     x = torch.randn(8, 32)
@@ -60,7 +61,7 @@ def test_an_evaluation_is_that_of_training_and_needs_no_scales(recipe: Recipe) -
                 assert torch.equal(model(x), trained)
 
 
-@both
+@without_history
 def test_recomputation_and_micro_batches(recipe: Recipe) -> None:
     found = []
     for checkpointed in (False, True):
@@ -75,7 +76,11 @@ def test_recomputation_and_micro_batches(recipe: Recipe) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), CurrentScaling(2), BlockScaling()], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [CurrentScaling(), CurrentScaling(2), BlockScaling(), MXScaling()],
+    ids=str,
+)
 def test_compiled(recipe: Recipe) -> None:
     found = []
     for compiled in (False, True):
@@ -94,7 +99,7 @@ def test_compiled(recipe: Recipe) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(1), BlockScaling()], ids=str)
+@pytest.mark.parametrize("recipe", [CurrentScaling(1), BlockScaling(), MXScaling()], ids=str)
 def test_an_exported_program_scales_each_batch_by_itself(recipe: Recipe) -> None:
     model = convert(small_mlp(), recipe)
     # the amaxes of the last step are not in the program
@@ -199,7 +204,9 @@ def test_callbacks_and_compiled_code_see_the_run(precision: str, recipe: Recipe,
         assert len(rows) == 8
         for row in rows:
             # the logged scale is the one that was used
-            assert float(row["fp8/net.0.input/scale"]) == 448 / np.float32(row["fp8/net.0.input/amax"])
+            scale = 448 / np.float32(row["fp8/net.0.input/amax"])
+            used = 2 ** np.floor(np.log2(scale)) if precision == "fp8-mx" else scale
+            assert float(row["fp8/net.0.input/scale"]) == used
             assert float(row["fp8/net.0.grad_output/saturated_fraction"]) == 0
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
 from lightning_fp8.ops.formats import E4M3, E5M2
 from lightning_fp8.scaling.recipe import as_recipe
 
@@ -60,7 +60,10 @@ def test_fields_of_block_scaling() -> None:
         BlockScaling(power_of_2_scales=1)  # type: ignore[arg-type]
 
 
-HYBRID, E4M3_ONLY = (DelayedScaling(), CurrentScaling()), (DelayedScaling(fp8_format="E4M3"), BlockScaling())
+HYBRID, E4M3_ONLY = (
+    (DelayedScaling(), CurrentScaling()),
+    (DelayedScaling(fp8_format="E4M3"), BlockScaling(), MXScaling()),
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, ops
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, ops
 from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, Slot, WeightSlot
@@ -29,6 +29,8 @@ OF_TENSORS: dict[str, Recipe] = {
 IN_BLOCKS: dict[str, Recipe] = {
     "blocks": BlockScaling(),
     "blocks, powers of 2": BlockScaling(power_of_2_scales=True),
+    "mx": MXScaling(),
+    "mx, squares": MXScaling(weight_blocks=(32, 32)),
 }
 
 

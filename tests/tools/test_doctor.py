@@ -57,7 +57,7 @@ def test_without_a_gpu_kernels_are_compiled_and_kept() -> None:
     assert value(first, "Versions", "lightning-fp8") == lightning_fp8.__version__
     assert value(first, "Versions", "torch").startswith(torch.__version__)
     assert value(first, "Versions", "precision strings") == (
-        "registered with Lightning: bf16-mixed, bf16-true, fp8-block, fp8-current, fp8-delayed"
+        "registered with Lightning: bf16-mixed, bf16-true, fp8-block, fp8-current, fp8-delayed, fp8-mx"
     )
     assert value(first, "GPU and toolchain", "GPU") == value(first, "GPU and toolchain", "driver") == "none"
     assert value(first, "GPU and toolchain", "NVRTC") == "{}.{}".format(*nvrtc_version())

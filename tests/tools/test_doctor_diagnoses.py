@@ -270,7 +270,8 @@ def test_bf16_plugins_that_are_left_to_lightning() -> None:
     finally:
         lightning_fp8.plugins.register(bf16=True)
     assert value(found, "Versions", "precision strings") == (
-        "registered with Lightning: fp8-block, fp8-current, fp8-delayed; bf16-mixed and bf16-true: Lightning's own"
+        "registered with Lightning: fp8-block, fp8-current, fp8-delayed, fp8-mx;"
+        " bf16-mixed and bf16-true: Lightning's own"
     )
     assert type(plugin).__module__.startswith("lightning.fabric.")
 

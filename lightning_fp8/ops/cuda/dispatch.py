@@ -20,6 +20,7 @@ from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, updat
 from lightning_fp8.ops.library import needs_transposed_payload
 from lightning_fp8.ops.operand import (
     ALIGNMENT,
+    CurrentScale,
     Fp8Operand,
     Slot,
     WeightSlot,
@@ -42,13 +43,30 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
 
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operators ``lightning_fp8::cast_weight`` and, for a weight in blocks, ``cast_weight_blocks``."""
-    squares, castable = bool(slot.current.blocks), weight.numel() and weight.dtype in casts.INPUTS
-    kernel = weights_kernel(weight.device, squares) if castable and slot.format == "e4m3" else None
+    """See the operator ``lightning_fp8::cast_weight``."""
+    made = _cast_one_weight(weight, slot, layout)
+    return plain.cast_weight(weight, slot, layout) if made is None else made[:3]
+
+
+def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the operator ``lightning_fp8::cast_weight_blocks``."""
+    made = _cast_one_weight(weight, slot, layout)
+    if made is None:
+        return blocks.cast_weight(weight, slot, layout)
+    return made.by_rows, made.by_columns, made.scale_inv.contiguous(), nothing(weight, torch.float32)
+
+
+def _cast_one_weight(weight: Tensor, slot: WeightSlot, layout: str) -> Fp8Operand | None:
+    castable = weight.numel() and weight.dtype in casts.INPUTS and slot.format == "e4m3"
+    kernel = kernel_for_weights(weight.device, slot.current) if castable else None
     if kernel is None:
-        return (blocks if squares else plain).cast_weight(weight, slot, layout)
-    (made,) = _cast_weights(kernel, [weight], [slot], [new_payloads(weight, weight.shape, layout)])
-    return made.by_rows, made.by_columns, made.scale_inv.contiguous()
+        return None
+    return _cast_weights(kernel, [weight], [slot], [new_payloads(weight, weight.shape, layout)])[0]
+
+
+def kernel_for_weights(device: torch.device, current: CurrentScale) -> Kernel | None:
+    """The kernel that casts weights that are scaled like this, or None."""
+    return None if current.in_e8m0 else weights_kernel(device, bool(current.blocks))
 
 
 def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,11 +76,12 @@ def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Ten
 
 def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same, and with ``sums`` the column sums ``[columns] float32``."""
-    kernel = block_cast_kernel(x.device, x.dtype) if x.numel() and slot.format == "e4m3" else None
+    castable = x.numel() and slot.format == "e4m3" and not slot.current.in_e8m0
+    kernel = block_cast_kernel(x.device, x.dtype) if castable else None
     if kernel is None:
         return blocks.cast_gradient(x, None, "none", slot, layout, sums)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, layout)
+    y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, slot.current, layout)
     partial = x.new_empty(casts.column_sum_tiles(len(x)), x.shape[1], dtype=torch.float32) if sums else None
     amax, _, _ = slot.open()
     recorded = None if amax is None else (slot.index, amax)
@@ -102,9 +121,7 @@ def _cast_weights(
         operands.append(operand)
         if scale is not None and is_counting(slot):
             whole = scale.index_select(0, slot.index)[0]
-            count(
-                weight, blocks.scale_to_count(operand.scale_inv.reciprocal(), weight) if current.blocks else whole, slot
-            )
+            count(weight, blocks.scale_to_count(operand.scale_inv, weight) if current.blocks else whole, slot)
     return operands
 
 

@@ -82,6 +82,8 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
     """:func:`scaled_mm` where one or both operands have several scales. Our kernels do not support squares in a, and
     always promote.
     """
+    if a.scale_inv.dtype == b.scale_inv.dtype == torch.uint8:
+        return plain.scaled_mm_mx(a, b, bias, output)
     is_mixed = not are_in_blocks(a, b)
     if is_mixed:
         k = min(a.payload.shape[1], b.payload.shape[1])

@@ -6,9 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.ops import reference
+from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, record_amax, scale_of_current, update_scales
+from lightning_fp8.ops.amaxes import (
+    BLOCK,
+    MX_BLOCK,
+    as_asked,
+    by_element,
+    max_abs,
+    per_row,
+    record_amax,
+    scale_of_current,
+    update_scales,
+)
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
@@ -118,6 +128,48 @@ def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
+def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """See the operator ``lightning_fp8::scaled_mm``, for operands with scales in E8M0 for every 32 along K.
+
+    Raises:
+        RuntimeError: on a GPU whose tensor cores do not multiply such operands.
+    """
+    if not a.payload.is_cuda or not (a.payload.numel() and b.payload.numel()):
+        return reference.scaled_mm_dequantized(a, b, bias, out_dtype)
+    check_mx(torch.cuda.get_device_capability(a.payload.device))
+    m, n = len(a.payload), len(b.payload)
+    a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
+    kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    scales = mx_scales(a), kind, mx_scales(b), kind, order, order
+    # a bias is added in fp32
+    dtype = out_dtype if bias is None else torch.float32
+    out = F.scaled_mm(a_codes, b_codes.mT, *scales, output_dtype=dtype)[:m, :n]
+    return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
+
+
+def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
+    """The codes of an operand with both sizes padded with zeros, K to whole blocks and rows to a ``multiple``."""
+    payload = operand.payload
+    added = -payload.shape[1] % MX_BLOCK, -len(payload) % multiple
+    return F.pad(payload, (0, added[0], 0, added[1])).view(FORMATS[operand.format].dtype)
+
+
+def mx_scales(operand: Fp8Tensor) -> Tensor:
+    """The scales of an operand in the order of :func:`lightning_fp8.ops.e8m0.to_tiles`."""
+    scales = per_row(operand.scale_inv, len(operand.payload))
+    return e8m0.to_tiles(scales).view(torch.float8_e8m0fnu)
+
+
+def check_mx(capability: tuple[int, int]) -> None:
+    """RuntimeError unless cuBLASLt multiplies operands with scales in E8M0 on such a GPU."""
+    if capability[0] not in (10, 11):
+        raise RuntimeError(
+            "fp8-mx has no product here: it needs tensor cores that take a scale for every 32 elements, as those of"
+            f" compute capability 10.x (B200, GB200, B300), got {capability[0]}.{capability[1]}. Use"
+            " precision='fp8-block' or 'fp8-current' here."
+        )
+
+
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
     if a.payload.is_cuda:
@@ -141,7 +193,7 @@ def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
     A single scale for all rows becomes one for each ``rows`` of them, 1 or 128.
     """
     scales, blocks = operand.scale_inv if operand.scale_inv.dim() else operand.scale_inv[None, None], -(-k // BLOCK)
-    if scales.shape[1] not in (1, blocks):
+    if scales.dtype == torch.uint8 or scales.shape[1] not in (1, blocks):
         return None
     count = len(scales) if len(scales) > 1 else -(-len(operand.payload) // rows)
     return operand._replace(scale_inv=scales.expand(count, blocks))

@@ -55,7 +55,7 @@ def _cases(input: torch.dtype) -> list[Tensor]:
 def _compare(device: torch.device, x: Tensor, current: CurrentScale, kernel: Kernel) -> str | None:
     (rows, columns), moved = x.shape, x.to(device)
     y, y_t = payloads(x, device)
-    scale_inv, scale_inv_t = (one.fill_(-1) for one in blocks.new_cast(moved, "both")[2:])
+    scale_inv, scale_inv_t = (one.fill_(-1) for one in blocks.new_cast(moved, current, "both")[2:])
     sums = torch.full((column_sum_tiles(rows), columns), float("nan"), device=device)
     amax = torch.zeros(3, device=device)
     recorded = (torch.tensor([1], device=device), amax)
@@ -78,7 +78,7 @@ def _compare(device: torch.device, x: Tensor, current: CurrentScale, kernel: Ker
 def _compare_squares(
     x: Tensor, current: CurrentScale, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
 ) -> str | None:
-    payload, payload_t, inverse = blocks.cast_weight(
+    payload, payload_t, inverse, _ = blocks.cast_weight(
         x, WeightSlot(torch.zeros(1), "e4m3", None, False, current), "both"
     )
     largest = max_abs(x)
@@ -87,7 +87,7 @@ def _compare_squares(
         or _difference("payload by columns", y_t, payload_t)
         or _difference("scale_inv", scale_inv, inverse)
         or _difference("amax", amax, largest)
-        or _difference("scale", scale, blocks.block_scale(largest, FORMATS["e4m3"], current))
+        or _difference("scale", scale, blocks.block_scale(largest, FORMATS["e4m3"], current)[0])
     )
 
 

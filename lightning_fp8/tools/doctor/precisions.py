@@ -8,7 +8,7 @@ import torch
 
 from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
-from lightning_fp8.ops.cuda.plain import check_blocks
+from lightning_fp8.ops.cuda.plain import check_blocks, check_mx
 from lightning_fp8.scaling.recipe import RECIPES
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, Diagnosis, KernelCheck
 from lightning_fp8.tools.doctor.kernel_checks import gemm
@@ -29,7 +29,7 @@ def describe(
         runs = "yes" if capability >= _BF16_CAPABILITY else f"no: compute capability {capability[0]}.{capability[1]}"
         rows += [(str(device), precision, runs, "-", "-", "-") for precision in _BF16]
         per_tensor = _fp8(findings, device, unfit, ready, compile)
-        found = {"fp8-block": _in_blocks(capability, per_tensor, ready)}
+        found = {"fp8-block": _in_blocks(capability, per_tensor, ready), "fp8-mx": _in_mx(capability, per_tensor)}
         rows += [(str(device), precision, *found.get(precision, per_tensor)) for precision in RECIPES]
     rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
     rows += [("cpu", precision, "yes", _REFERENCE, _REFERENCE, _REFERENCE) for precision in RECIPES]
@@ -72,6 +72,18 @@ def _in_blocks(
     except RuntimeError as error:
         return f"no: {error}", "-", "-", "-"
     return runs, own, scales, "torch's scaled_mm (cuBLASLt)"
+
+
+def _in_mx(capability: tuple[int, int], per_tensor: tuple[str, str, str, str]) -> tuple[str, str, str, str]:
+    """The cells of ``fp8-mx``."""
+    runs, _, scales, _ = per_tensor
+    if runs != "yes":
+        return per_tensor
+    try:
+        check_mx(capability)
+    except RuntimeError as error:
+        return f"no: {error}", "-", "-", "-"
+    return runs, _TORCH, scales, "torch's scaled_mm (cuBLASLt)"
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:

@@ -1,0 +1,234 @@
+"""The layouts of ``export(layout=...)``: transformers' and compressed-tensors' own readers give ``code * scale``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fp8_numpy
+import numpy as np
+import pytest
+import torch
+import transformers
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from exported import quantization, tensors_of, trained
+from torch import Tensor, nn
+
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, fall_back
+from lightning_fp8.scaling.recipe import Recipe
+
+LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+LINEAR += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # type: ignore[assignment]
+IDS = torch.arange(12).view(2, 6)
+# sizes that are no multiples of 128, and with them
+RAGGED, WHOLE = (192, 320), (256, 384)
+
+
+def llama(sizes: tuple[int, int]) -> nn.Module:
+    torch.manual_seed(2)
+    hidden, intermediate = sizes
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def exported(folder: Path, layout: str | None, recipe: Recipe, sizes: tuple[int, int] = WHOLE) -> nn.Module:
+    """A model after a step, and its export; the second block's ``up_proj`` is not in FP8."""
+    model = llama(sizes)
+    convert(model, recipe)
+    model(IDS).logits.square().mean().backward()
+    model.get_submodule("model.layers.0.mlp.gate_proj").fp8[""].state.update()
+    fall_back(model, "model.layers.1.mlp.up_proj")
+    export(model, folder, layout=layout)
+    return model
+
+
+def in_fp8(model: nn.Module) -> dict[str, Tensor]:
+    """The masters of the weights that are to be in FP8."""
+    names = [f"model.layers.{block}.{name}.weight" for block in range(2) for name in LINEAR]
+    names.remove("model.layers.1.mlp.up_proj.weight")
+    return {name: model.get_parameter(name).detach() for name in names}
+
+
+def values_of(codes: Tensor, scale: Tensor) -> np.ndarray:
+    """``code * scale`` in fp32, from the definition of FP8; a scale for the whole, for each row, or for 128 x 128."""
+    values = fp8_numpy.code_values("e4m3")[codes.view(torch.uint8).numpy()].astype(np.float32)
+    scales = scale.float().numpy()
+    if scales.ndim == 2 and scales.shape != (len(values), 1):
+        scales = scales.repeat(128, 0).repeat(128, 1)[: values.shape[0], : values.shape[1]]
+    return values * scales
+
+
+RECIPES = {"static": DelayedScaling(), "dynamic": CurrentScaling(), "blocks": BlockScaling()}
+HF = {"quant_method": "fp8", "fmt": "e4m3", "modules_to_not_convert": ["model.layers.1.mlp.up_proj", "lm_head"]}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_transformers_reads_hf_fp8(name: str, tmp_path: Path) -> None:
+    model = exported(tmp_path, "hf-fp8", RECIPES[name])
+    scheme = "static" if name == "static" else "dynamic"
+    blocks = [128, 128] if name == "blocks" else None
+    assert quantization(tmp_path) == {**HF, "activation_scheme": scheme, "weight_block_size": blocks}
+    saved, weights = tensors_of(tmp_path), in_fp8(model)
+    suffixes = ("weight_scale_inv", "activation_scale")[: 2 if name == "static" else 1]
+    scales = {weight.removesuffix("weight") + suffix for weight in weights for suffix in suffixes}
+    assert set(saved) == set(model.state_dict()) | scales
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    for weight, parameter in loaded.named_parameters():
+        if weight not in weights:
+            assert torch.equal(parameter, saved[weight])
+            continue
+        assert saved[weight].dtype == torch.float8_e4m3fn
+        scale = saved[f"{weight}_scale_inv"]
+        assert scale.shape == ((weights[weight].shape[0] // 128, weights[weight].shape[1] // 128) if blocks else ())
+        assert np.array_equal(parameter.detach().numpy(), values_of(saved[weight], scale))
+        # one rounding of the master
+        error = (parameter - weights[weight]).abs().max() / weights[weight].abs().max()
+        assert 0 < error < 2**-4
+
+
+def test_names_are_those_of_transformers_own_layers(tmp_path: Path) -> None:
+    """On a GPU it does not dequantize: its layers hold the tensors of the file under these names, in these shapes."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    for name, recipe in RECIPES.items():
+        exported(tmp_path / name, "hf-fp8", recipe)
+        config, saved = quantization(tmp_path / name), tensors_of(tmp_path / name)
+        layer = FP8Linear(256, 384, config["weight_block_size"], config["activation_scheme"])
+        of_file = {key.rpartition(".")[2]: one for key, one in saved.items() if "layers.0.mlp.up_proj." in key}
+        expected = {key: (one.shape, one.dtype) for key, one in layer.state_dict().items()}
+        assert {key: (one.shape, one.dtype) for key, one in of_file.items()} == expected
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, RAGGED])
+@pytest.mark.parametrize("name", RECIPES)
+def test_compressed_tensors_reads_its_layout(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    model = exported(tmp_path, "compressed-tensors", RECIPES[name], sizes)
+    saved, weights = tensors_of(tmp_path), in_fp8(model)
+    config = QuantizationConfig.model_validate(quantization(tmp_path))
+    (group,) = config.config_groups.values()
+    assert (config.format, config.quantization_status) == ("float-quantized", "compressed")
+    assert group.weights.strategy == ("block" if name == "blocks" else "tensor")
+    assert group.input_activations.dynamic == (name != "static")
+    expected = {name: values_of(saved[name], saved[f"{name}_scale"]) for name in weights}
+    for name_of_weight, master in weights.items():
+        assert 0 < np.abs(expected[name_of_weight] - master.numpy()).max() / master.abs().max() < 2**-4
+    # the package's own layers, decompressed by it; and transformers, which dequantizes each tensor as it reads it
+    held = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    if name == "static":
+        own = held.get_submodule("model.layers.0.mlp.up_proj").input_scale
+        assert torch.equal(own, saved["model.layers.0.mlp.up_proj.input_scale"])
+    ModelCompressor.from_compression_config(held.config.quantization_config).decompress_model(held)
+    dequantize = transformers.CompressedTensorsConfig(dequantize=True)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=dequantize
+    )
+    for loaded in (held, dense):
+        found = {key: one for key, one in loaded.named_parameters() if "scale" not in key and "zero_point" not in key}
+        assert found.keys() == dict(model.named_parameters()).keys()
+        for key, parameter in found.items():
+            plain = parameter.detach().numpy()
+            assert np.array_equal(plain, expected[key] if key in weights else saved[key].numpy())
+
+
+def test_scales_are_those_of_the_other_layouts(tmp_path: Path) -> None:
+    """The names differ, and the numbers are those that readers of the default layout get."""
+    for layout in (None, "hf-fp8", "compressed-tensors"):
+        exported(tmp_path / str(layout), layout, DelayedScaling())
+    own, hf, compressed = (
+        tensors_of(folder) for folder in sorted(tmp_path.iterdir(), key=lambda p: "N-hc".find(p.name[0]))
+    )
+    up = "model.layers.0.mlp.up_proj."
+    for suffix, of_hf in (
+        ("weight", "weight"),
+        ("weight_scale", "weight_scale_inv"),
+        ("input_scale", "activation_scale"),
+    ):
+        expected = own[up + suffix].float()
+        assert hf[up + of_hf].float().equal(expected)
+        assert compressed[up + suffix].float().view(expected.shape).equal(expected)
+        assert suffix == "weight" or compressed[up + suffix].shape == (1,)
+
+
+def test_incomplete_blocks_are_left_to_a_layout_whose_readers_take_them(tmp_path: Path) -> None:
+    model = convert(nn.ModuleDict({"a": llama(RAGGED), "b": nn.Linear(128, 128)}), BlockScaling())
+    for path in ("a.lm_head", "a.model.layers.1.mlp.up_proj"):
+        fall_back(model, path)
+    with pytest.warns(UserWarning, match=r"13 weights are written as they are.* `layout='compressed-tensors'` writes"):
+        export(model, tmp_path / "hf", layout="hf-fp8")
+    assert [name for name, one in tensors_of(tmp_path / "hf").items() if one.element_size() == 1] == ["b.weight"]
+    export(model, tmp_path / "ct", layout="compressed-tensors")
+    saved = tensors_of(tmp_path / "ct")
+    assert saved["a.model.layers.0.mlp.up_proj.weight_scale"].shape == (3, 2)
+    codes, scale = fp8_numpy.cast_in_blocks(model["a"].model.layers[0].mlp.up_proj.weight.detach().numpy(), "e4m3", 128)
+    assert np.array_equal(saved["a.model.layers.0.mlp.up_proj.weight"].view(torch.uint8).numpy(), codes)
+    assert np.array_equal(saved["a.model.layers.0.mlp.up_proj.weight_scale"].numpy(), scale)
+
+
+def in_a_step(model: nn.Module, recipe: Recipe, *shape: int) -> nn.Module:
+    return trained(model, lambda m: m(torch.randn(*shape)), 1) if recipe.from_history else convert(model, recipe)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def of_conv1d() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), transformers.pytorch_utils.Conv1D(32, 32))
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "unknown": (of_conv1d, "fp8", r"`layout` must be one of 'hf-fp8', 'compressed-tensors', got 'fp8'"),
+    "Conv1D": (
+        of_conv1d,
+        "hf-fp8",
+        r"is for weights of `nn\.Linear`, and these belong to other layers: 1\.weight\. Pass `lay",
+    ),
+    "attention": (Attention, "compressed-tensors", r"other layers: attention\.in_proj_weight\. Pass `layout=None`"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_layout_has_no_place_for(what: str, tmp_path: Path) -> None:
+    make, layout, message = REFUSED[what]
+    model = in_a_step(make(), DelayedScaling(), 2, 4, 32)
+    with pytest.raises(ValueError, match=message):
+        export(model, tmp_path / "out", layout=layout)
+    assert not (tmp_path / "out").exists()
+    export(model, tmp_path / "out", layout=None)
+
+
+def test_transformers_would_take_a_layer_for_a_plain_one(tmp_path: Path) -> None:
+    """Its list of plain layers has paths of which the end is enough."""
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "extra": nn.ModuleDict({"a": nn.Linear(32, 32)})})
+    fall_back(convert(model, CurrentScaling()), "a")
+    with pytest.raises(ValueError, match=r"whose paths end like theirs: extra\.a \(as a\)\. Pass `layout='compressed-"):
+        export(model, tmp_path, layout="hf-fp8")
+    export(model, tmp_path, layout="compressed-tensors")
+    assert quantization(tmp_path)["ignore"] == ["a"]
+    assert tensors_of(tmp_path)["extra.a.weight"].element_size() == 1
+
+
+def test_the_config_of_the_model_is_kept(tmp_path: Path) -> None:
+    exported(tmp_path, "compressed-tensors", BlockScaling())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["hidden_size"], config["architectures"]) == (256, ["LlamaForCausalLM"])
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"] == {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True,
+    }  # fmt: skip

@@ -1,0 +1,296 @@
+"""A base in FP8 is written as it was read: the same files, byte for byte, or the same codes under other names."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exported import quantization, tensors_of
+from fp8_bases import KINDS, STRATEGIES, llama, values, write_base
+from fp8_checkpoints import HF_FP8, cast, model_of, published, quantized, write
+from safetensors.torch import load_file
+
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported
+from lightning_fp8.modules.fp8_parameter import from_codes
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+CASES: dict[str, dict[str, Any]] = {
+    "tensor": {"kind": "tensor"},
+    "tensor, static": {"kind": "tensor", "static": True},
+    "row": {"kind": "row"},
+    "row, scales in bf16": {"kind": "row", "scale_dtype": torch.bfloat16},
+    "block": {"kind": "block"},
+    "block, scales in bf16": {"kind": "block", "scale_dtype": torch.bfloat16},
+    "three files": {"kind": "block", "shards": 3},
+    "as transformers, static": {"kind": "tensor", "layout": "hf-fp8", "static": True},
+    "block, compressed-tensors": {"kind": "block", "layout": "compressed-tensors", "shards": 2},
+    "block, static": {"kind": "block", "layout": "compressed-tensors", "static": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_unchanged_base_is_written_byte_for_byte(case: str, tmp_path: Path) -> None:
+    write_base(tmp_path / "read", **CASES[case])
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    with torch.no_grad():
+        model(torch.arange(6).view(1, 6))
+    assert export(model, tmp_path / "written") == tmp_path / "written"
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    # into its own folder, and by the name of its layout
+    layout = "hf-fp8" if 'quant_method": "fp8' in (tmp_path / "read/config.json").read_text() else "compressed-tensors"
+    expected = files_in(tmp_path / "read")
+    export(model, tmp_path / "read", layout=layout, overwrite=True)
+    assert files_in(tmp_path / "read") == expected
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_training_with_any_recipe(kind: str, recipe: Any, tmp_path: Path) -> None:
+    """Histories of inputs and a step of the optimizer change nothing of a base."""
+    write_base(tmp_path / "read", kind, static=kind == "tensor")
+    model = load_exported(convert(llama(), recipe), tmp_path / "read", frozen=True).train()
+    embeddings = model.get_input_embeddings()(torch.arange(6).view(1, 6)).requires_grad_()
+    model(inputs_embeds=embeddings).logits.square().mean().backward()
+    export(model, tmp_path / "written")
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+
+
+@pytest.mark.parametrize("to", ["hf-fp8", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["tensor", "block"])
+def test_the_same_codes_in_another_layout(kind: str, to: str, tmp_path: Path) -> None:
+    other = {"hf-fp8": "compressed-tensors", "compressed-tensors": "hf-fp8"}[to]
+    # no reader of the other layout takes static scales of inputs with blocks
+    static = kind == "tensor" or other == "compressed-tensors"
+    expected = write_base(tmp_path / "read", kind, layout=other, static=static)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    export(model, tmp_path / "written", layout=to, dtype=torch.float32)
+    read, saved = (tensors_of(tmp_path / name) for name in ("read", "written"))
+    suffix = "_scale_inv" if to == "hf-fp8" else "_scale"
+    for name, value in expected.items():
+        assert torch.equal(saved[name].float(), read[name].float())
+        if "_proj" in name:
+            assert torch.equal(values(saved[name], saved[name + suffix]), value)
+        else:
+            assert saved[name].dtype == torch.float32
+    names = {"hf-fp8": "activation_scale", "compressed-tensors": "input_scale"}
+    assert (DOWN.replace("weight", names[to]) in saved) == (kind == "tensor")
+    if to == "compressed-tensors":
+        dequantize = transformers.CompressedTensorsConfig(dequantize=True)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "written", dtype=torch.float32, quantization_config=dequantize
+        ).state_dict()
+        assert all(torch.equal(loaded[name], value.float()) for name, value in expected.items())
+    else:
+        assert quantization(tmp_path / "written")["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_rows_have_a_place_in_one_layout_only(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "row")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    with pytest.raises(ValueError, match=r"layout='hf-fp8' has no place for scales of rows.*`layout='compressed-tens"):
+        export(model, tmp_path / "written", layout="hf-fp8")
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_changed_is_rounded_again_and_named(kind: str, scale_dtype: torch.dtype, tmp_path: Path) -> None:
+    write_base(tmp_path / "read", kind, shards=2, scale_dtype=scale_dtype)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    weight = model.get_parameter(DOWN)
+    with torch.no_grad():
+        # as a merge of an adapter
+        weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(4)).to(weight) * 0.02
+    merged = weight.dequantized().float()
+    with pytest.warns(UserWarning, match=rf"1 tensors have changed since .*: {DOWN} \(relative RMS error 2\.\d+%\)"):
+        export(model, tmp_path / "written")
+    read, written = (
+        {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+        for folder in (tmp_path / "read", tmp_path / "written")
+    )
+    suffix = "_scale_inv" if kind == "block" else "_scale"
+    for file, tensors in read.items():
+        for name, tensor in tensors.items():
+            is_same = tensor.float().equal(written[file][name].float())
+            assert is_same == (name not in (DOWN, DOWN + suffix))
+    tensors = {name: one for file in written.values() for name, one in file.items()}
+    found = values(tensors[DOWN], tensors[DOWN + suffix])
+    assert (found - merged).norm() < 0.03 * merged.norm()
+    # the nearest codes for the scales as the file has them
+    _, expected, _ = cast(merged, kind, scale_dtype)
+    assert tensors[DOWN + suffix].dtype == scale_dtype
+    rounding = 2**-7 if scale_dtype == torch.bfloat16 else 1e-6
+    assert torch.allclose(tensors[DOWN + suffix].view(expected.shape), expected, rtol=rounding, atol=0)
+    ones = values(torch.ones(merged.shape).to(torch.float8_e4m3fn), tensors[DOWN + suffix])
+    assert torch.equal(tensors[DOWN].float(), (merged / ones).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_were_loaded_since(kind: str, tmp_path: Path) -> None:
+    """They are kept in FP8 too, with other scales: the file gets the kind that it had."""
+    write_base(tmp_path / "read", kind)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    other = {name: one * 0.73 for name, one in llama().state_dict().items()}
+    model.load_state_dict(other)
+    assert model.get_parameter(DOWN).is_fp8
+    with pytest.warns(UserWarning, match=r"export: 14 tensors have changed since"):
+        export(model, tmp_path / "written")
+    read, written = (tensors_of(tmp_path / folder) for folder in ("read", "written"))
+    suffix = "_scale_inv" if kind == "block" else "_scale"
+    assert written[DOWN + suffix].shape == read[DOWN + suffix].shape
+    assert (values(written[DOWN], written[DOWN + suffix]) - other[DOWN].float()).norm() < 0.06 * other[
+        DOWN
+    ].float().norm()
+
+
+def test_codes_with_other_scales(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "block")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    layer = model.get_submodule(DOWN.removesuffix(".weight"))
+    layer.weight = from_codes(layer.weight.payload, layer.weight.scale_inv * 3, torch.bfloat16, "down")
+    with pytest.warns(UserWarning, match="1 tensors have changed since"):
+        export(model, tmp_path / "written")
+    expected = layer.weight.dequantized().float()
+    found = tensors_of(tmp_path / "written")
+    assert (values(found[DOWN], found[f"{DOWN}_scale_inv"]) - expected).norm() < 0.03 * expected.norm()
+
+
+def test_a_model_that_was_read_again_without_frozen_is_exported_as_its_own(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "block")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    convert(model, frozen_weights="master")
+    load_exported(model, tmp_path / "read")
+    export(model, tmp_path / "written", layout="compressed-tensors")
+    # the recipe's scales, computed from the values: those of the file leave room
+    found, read = (tensors_of(tmp_path / folder) for folder in ("written", "read"))
+    assert (found[f"{DOWN}_scale"] < read[f"{DOWN}_scale_inv"]).any()
+
+
+def test_other_tensors_than_those_of_the_checkpoint(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "block")
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    model.model.extra = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"these tensors: model\.extra\.weight, model\.extra\.bias\. If they"):
+        export(model, tmp_path / "written")
+    assert not (tmp_path / "written").exists()
+
+
+MERGED = {"qwen3_moe": "model.layers.0.mlp.experts.gate_up_proj", "deepseek_v3": "model.layers.1.mlp.experts.down_proj"}
+
+
+def base_of(name: str, folder: Path, shards: int = 2) -> Any:
+    """A model with experts, whose files have a matrix for each projection of each expert."""
+    held = quantized(published(model_of(name, torch.bfloat16)), "block", "weight_scale_inv")
+    write(folder, held.tensors, HF_FP8, model_of(name, torch.bfloat16), shards)
+    model = load_exported(model_of(name, torch.bfloat16), folder, frozen=True)
+    assert model.get_parameter(MERGED[name]).dim() == 3
+    return model
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_experts_are_written_under_the_names_of_the_files(name: str, tmp_path: Path) -> None:
+    model = base_of(name, tmp_path / "read")
+    export(model, tmp_path / "written")
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    # and in another layout
+    export(model, tmp_path / "ct", layout="compressed-tensors")
+    read = {key: one for file in (tmp_path / "read").glob("*.safetensors") for key, one in load_file(file).items()}
+    saved = tensors_of(tmp_path / "ct")
+    assert len(saved) == len(read)
+    assert all(saved[key.replace("_scale_inv", "_scale")].float().equal(one.float()) for key, one in read.items())
+    assert any(".experts.3." in key for key in saved)
+
+
+def test_one_changed_expert(tmp_path: Path) -> None:
+    name = "qwen3_moe"
+    model = base_of(name, tmp_path / "read", shards=1)
+    with torch.no_grad():
+        # the second half of the rows of expert 2 is its `up_proj`
+        model.get_parameter(MERGED[name]).data[2, 128:] *= 1.7
+    changed = "model.layers.0.mlp.experts.2.up_proj.weight"
+    with pytest.warns(UserWarning, match="tensors have changed since"):
+        export(model, tmp_path / "written")
+    read, written = (tensors_of(tmp_path / folder) for folder in ("read", "written"))
+    expected = 1.7 * values(read[changed], read[f"{changed}_scale_inv"]).bfloat16().float()
+    found = values(written[changed], written[f"{changed}_scale_inv"])
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    # the other experts of the same parameter are as they were; of this one, the same codes have a larger scale
+    different = [key for key, one in read.items() if not one.float().equal(written[key].float())]
+    assert different == [f"{changed}_scale_inv"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_that_has_got_masters_is_not_rounded_again(kind: str, tmp_path: Path) -> None:
+    write_base(tmp_path / "read", kind)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    convert(model, frozen_weights="master")
+    assert type(model.get_parameter(DOWN)) is torch.nn.Parameter
+    export(model, tmp_path / "written")
+    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+
+
+def test_tensors_that_the_model_has_no_place_for_are_copied(tmp_path: Path) -> None:
+    """Such as the layer of DeepSeek-V3 that predicts further tokens."""
+    tensors = quantized(published(model_of("deepseek_v3", torch.bfloat16)), "block", "weight_scale_inv").tensors
+    extra = {"model.layers.61.eh_proj.weight": torch.randn(8, 8)}
+    write(tmp_path / "read", {**tensors, **extra}, HF_FP8, model_of("deepseek_v3"), 2)
+    model = load_exported(model_of("deepseek_v3", torch.bfloat16), tmp_path / "read", frozen=True)
+    export(model, tmp_path / "written")
+    expected = files_in(tmp_path / "read")
+    assert files_in(tmp_path / "written") == expected
+    with pytest.warns(UserWarning, match=r"has no place for are left out: model\.layers\.61\.eh_proj\.weight"):
+        export(model, tmp_path / "ct", layout="compressed-tensors")
+    for file in (tmp_path / "read").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"not there any more: model\.layers\.61\.eh_proj\.weight\. Put them back"):
+        export(model, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("row", CurrentScaling()), ("block", DelayedScaling())])
+def test_a_copy_does_not_know_the_files_and_keeps_its_codes(kind: str, recipe: Any, tmp_path: Path) -> None:
+    expected = write_base(tmp_path / "read", kind)
+    model = load_exported(convert(llama(), recipe, ignore_modules=["lm_head"]), tmp_path / "read", frozen=True)
+    export(copy.deepcopy(model), tmp_path / "written", layout="compressed-tensors")
+    read, saved = (tensors_of(tmp_path / folder) for folder in ("read", "written"))
+    group = quantization(tmp_path / "written")["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == STRATEGIES[kind]
+    # with blocks, readers take no static scales of inputs
+    assert group["input_activations"]["dynamic"]
+    assert not any("input_scale" in name for name in saved)
+    own = read[DOWN + ("_scale_inv" if kind == "block" else "_scale")]
+    assert torch.equal(saved[f"{DOWN}_scale"], own)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "written",
+        dtype=torch.float32,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+    ).state_dict()
+    assert all(torch.equal(loaded[name], value.float()) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("layout", [None, "hf-fp8", "compressed-tensors"])
+def test_one_scale_is_repeated_where_others_have_one_for_each_block(layout: str | None, tmp_path: Path) -> None:
+    """Half of a model is a base in blocks, and the other half has masters."""
+    write_base(tmp_path / "read", "block")
+    model = load_exported(
+        convert(llama(), CurrentScaling(), ignore_modules=["lm_head"]), tmp_path / "read", frozen=True
+    )
+    model = copy.deepcopy(model)
+    trained = model.model.layers[1].mlp.up_proj
+    trained.weight = torch.nn.Parameter(trained.weight.dequantized() * 1.1)
+    export(model, tmp_path / "written", layout=layout)
+    name = "model.layers.1.mlp.up_proj.weight"
+    saved = tensors_of(tmp_path / "written")
+    scale = saved[f"{name}_scale" if layout == "compressed-tensors" else f"{name}_scale_inv"]
+    assert scale.shape == (3, 2)
+    assert scale.unique().item() == pytest.approx(trained.weight.abs().max().item() / 448, rel=1e-6)
+    assert (values(saved[name], scale) - trained.weight.float()).abs().max() < trained.weight.abs().max() / 16
+    assert saved[DOWN].float().equal(tensors_of(tmp_path / "read")[DOWN].float())

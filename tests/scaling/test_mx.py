@@ -1,0 +1,204 @@
+"""``MXScaling``: casts against torchao, products against the definition, precision, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from by_columns import unpadded
+from in_blocks import linear, spread
+from mx_numpy import in_mx
+from sqnr import sqnr
+from torch import Tensor
+from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+from lightning_fp8 import MXScaling, convert, export, ops, scaling_state
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.cuda.plain import check_mx, mx_payload, mx_scales
+from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
+from lightning_fp8.scaling import ScalingState
+
+BOTH = pytest.mark.parametrize("recipe", [MXScaling(), MXScaling(weight_blocks=(32, 32))], ids=str)
+
+
+@pytest.fixture(params=["cpu", "cuda_half"])
+def half(request: pytest.FixtureRequest) -> str:
+    if request.param != "cpu":
+        request.getfixturevalue(request.param)
+    return str(request.param)
+
+
+def cast(x: Tensor) -> tuple[Tensor, ...]:
+    """Payload, payload by columns, and the scales of each."""
+    state = ScalingState([""], MXScaling())
+    current = CurrentScale(blocks="e8m0")
+    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, True, "auto", current)
+    return ops.cast_blocks(x, slot, "both")  # type: ignore[no-any-return]
+
+
+def of_torchao(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a tensor whose rows are whole blocks."""
+    scales, codes = to_mx(x.contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    return codes.view(torch.uint8), scales.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_are_those_of_torchao(dtype: torch.dtype, half: str) -> None:
+    """Blocks of all magnitudes that have a normal scale, each with numbers down to zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 320, generator=generator) * 2.0 ** torch.randint(-6, 7, (256, 320), generator=generator)
+    x = (x * 2.0 ** torch.arange(-110, 146).clamp(max=110)[:, None]).to(dtype)
+    x[3, :32], x[5, 7] = 0, float("nan")
+    codes, columns, scales, _ = cast(x)
+    expected, their_scales = of_torchao(x)
+    assert torch.equal(scales, their_scales)
+    # the sign of a NaN does not matter
+    codes, expected = (torch.where(one & 0x7F == 0x7F, 0x7F, one) for one in (codes, expected))
+    assert torch.equal(codes, expected)
+    # each column is spread over all magnitudes
+    y = torch.randn(96, 40, generator=generator).to(dtype)
+    _, columns, _, scales = cast(y)
+    expected, their_scales = of_torchao(y.t())
+    assert torch.equal(columns, expected)
+    assert torch.equal(scales, their_scales)
+
+
+def test_where_torchao_differs(half: str) -> None:
+    """The scale of a tiny block is 2**-127 here and there, but there its codes are not divided by it."""
+    x = torch.zeros(2, 32)
+    x[0, 0], x[1, 0] = 2.0**-130, float("inf")
+    codes, _, scales, _ = cast(x)
+    expected, their_scales = of_torchao(x)
+    assert (scales.flatten().tolist(), their_scales.flatten().tolist()) == ([0, 255], [0, 254])
+    # 2**-130 * 2**127 is E4M3's 2**-3; a block with an infinity is NaN as a whole
+    assert codes[0, 0].view(torch.float8_e4m3fn).float() == 2.0**-3
+    assert expected[0, 0] == 0
+    assert bool((codes[1] & 0x7F == 0x7F).all())
+
+
+def test_a_weight_in_squares_has_one_set_of_codes(half: str) -> None:
+    w, state = spread(70, 100, seed=1), ScalingState([""], MXScaling(weight_blocks=(32, 32)))
+    slot = WeightSlot(torch.tensor([2]), "e4m3", state, True, CurrentScale(blocks="e8m0 squares"))
+    codes, columns, scales, _ = ops.cast_weight_blocks(w, slot, "both")
+    assert torch.equal(unpadded(columns, len(w)), codes.t())
+    values = (
+        codes.view(torch.float8_e4m3fn).double()
+        * e8m0.values_of(scales).double().repeat_interleave(32, 0).repeat_interleave(32, 1)[:70, :100]
+    )
+    assert np.array_equal(values.numpy(), in_mx(w, squares=True))
+    assert float(state.amax[2]) == float(w.abs().max())
+
+
+# multiples of nothing, one of each, no tokens
+SIZES = [(37, 45, 61), (1, 33, 17), (300, 129, 31), (32, 64, 96), (0, 40, 24), (2, 1, 300)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@BOTH
+def test_products_are_those_of_the_definition(recipe: MXScaling, sizes: tuple[int, int, int], half: str) -> None:
+    tokens, inputs, outputs = sizes
+    model, squares = linear(recipe, inputs, outputs, bias=True), recipe.weight_blocks == (32, 32)
+    with torch.no_grad():
+        model.weight.copy_(spread(outputs, inputs, seed=2))
+    # columns of a longer tensor, and a transposed one
+    x = spread(tokens, inputs + 3, seed=3)[:, 2:-1].requires_grad_()
+    dy = spread(outputs, tokens, seed=4).t()
+    y = model(x)
+    y.backward(dy)
+    by_rows, by_columns = in_mx(model.weight, squares), in_mx(model.weight.t(), squares)
+    expected = {
+        "y": in_mx(x) @ by_rows.T + model.bias.detach().numpy(),
+        "dx": in_mx(dy) @ by_columns.T,
+        "dw": in_mx(dy.t()) @ in_mx(x.t()).T,
+        "db": dy.double().sum(0).numpy(),
+    }
+    found = {"y": y, "dx": x.grad, "dw": model.weight.grad, "db": model.bias.grad}
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        error = np.abs(found[name].detach().numpy() - value).max(initial=0)
+        assert error <= 2e-6 * np.abs(value).max(initial=0), name
+
+
+def layer_db(recipe: MXScaling, x: Tensor, w: Tensor, dy: Tensor) -> tuple[float, float, float]:
+    model = linear(recipe, *w.shape[::-1])
+    with torch.no_grad():
+        model.weight.copy_(w)
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    exact = x.detach().double(), w.double(), dy.double()
+    of_weight = sqnr(model.weight.grad, exact[2].T @ exact[0])
+    return sqnr(y, exact[0] @ exact[1].T), sqnr(x.grad, exact[2] @ exact[1]), of_weight
+
+
+@BOTH
+def test_signal_to_noise(recipe: MXScaling) -> None:
+    """On N(0, 1) above torchao's bars for its own layer; docs/precisions.md has the number."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(512, 512, generator=generator) for _ in range(3))
+    found = layer_db(recipe, x, w, dy)
+    assert all(one > bar for one, bar in zip(found, (27, 25, 24), strict=True))
+    assert found == pytest.approx((28.5, 28.5, 28.5), abs=0.15)
+
+
+@BOTH
+def test_an_outlier_channel_costs_the_others_little(recipe: MXScaling) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(64, 4096, generator=generator), torch.randn(64, 4096, generator=generator)
+    w[:, 7] = 0
+    exact = x.double() @ w.double().T
+    x[:, 7] *= 1e5
+    model = linear(recipe, 4096, 64)
+    with torch.no_grad():
+        model.weight.copy_(w)
+    assert sqnr(model(x), exact) > 24
+
+
+@BOTH
+def test_logged_scales(recipe: MXScaling) -> None:
+    model = linear(recipe, 64, 64)
+    x = spread(32, 64, seed=0).requires_grad_()
+    dy = spread(32, 64, seed=1)
+    model(x).backward(dy)
+    state = scaling_state(model)
+    state.update()
+    amax = [float(one.detach().abs().max()) for one in (x, dy, model.weight)]
+    assert [*state.amax_history[0].tolist(), float(state.amax[2])] == amax
+    # the largest power of two by which nothing is clipped
+    assert state.scale.tolist() == [2.0 ** np.floor(np.log2(448 / one)) for one in amax]
+
+
+def test_a_block_that_is_not_finite_is_nan_and_counted(half: str) -> None:
+    model, x = linear(MXScaling(), 64, 48), torch.randn(3, 64)
+    x[1, 40] = float("inf")
+    y = model(x.requires_grad_())
+    y.nan_to_num(0).sum().backward()
+    with pytest.warns(UserWarning, match="inf or NaN in"):
+        scaling_state(model).update()
+    assert [bool(row.isnan().all()) for row in y] == [False, True, False]
+    assert scaling_state(model).nonfinite_steps.tolist()[0] == 1
+
+
+def test_operands_as_the_hardware_takes_them() -> None:
+    payload, scales = torch.zeros(130, 70, dtype=torch.uint8), torch.arange(130 * 3, dtype=torch.int32).reshape(130, 3)
+    operand = Fp8Tensor(payload, scales.to(torch.uint8), "e4m3")
+    assert mx_payload(operand, 16).shape == (144, 96)
+    tiles = mx_scales(operand)
+    assert (tiles.dtype, tiles.shape) == (torch.float8_e8m0fnu, (256 * 4,))
+    assert torch.equal(e8m0.from_tiles(tiles.view(torch.uint8), 130, 3), operand.scale_inv)
+    squares = operand._replace(scale_inv=torch.randint(256, (5, 3), dtype=torch.uint8))
+    of_rows = e8m0.from_tiles(mx_scales(squares).view(torch.uint8), 130, 3)
+    assert torch.equal(of_rows, squares.scale_inv.repeat_interleave(32, 0)[:130])
+
+
+def test_what_is_refused_by_name(tmp_path: Any) -> None:
+    check_mx((10, 0))
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        with pytest.raises(RuntimeError, match=r"fp8-mx has no product here: .* compute capability 10\.x"):
+            check_mx(capability)
+    with pytest.raises(ValueError, match=r"MXScaling: `weight_blocks` must be \(1, 32\) or \(32, 32\), got \(128,"):
+        MXScaling(weight_blocks=(128, 128))
+    with pytest.raises(ValueError, match=r"export: no layout .* MXScaling\(weight_blocks=\(1, 32\)\)"):
+        export(convert(torch.nn.Linear(64, 64), MXScaling()), tmp_path)
