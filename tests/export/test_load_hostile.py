@@ -96,10 +96,13 @@ def moved_out(folder: Path) -> None:
     (folder / SECOND).symlink_to(folder.parent / "elsewhere.safetensors")
 
 
+def other_than(file: str) -> str:
+    return FIRST if file == SECOND else SECOND
+
+
 def copied(folder: Path) -> None:
     """A tensor is in both files."""
-    here = file_of(folder, "2.bias")
-    other = FIRST if here == SECOND else SECOND
+    other = other_than(file_of(folder, "2.bias"))
     tensors_in(folder, other, lambda tensors: tensors.update({"2.bias": torch.zeros(16)}))
 
 
@@ -163,6 +166,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor that its file lacks": (
         changed("2.bias", lambda tensor: None), r"are not in the file that the index names: 2\.bias \(model-0000"
+    ),
+    "a tensor in another file": (
+        lambda folder: index_in(folder, lambda files: files.update({"2.bias": other_than(files["2.bias"])})),
+        r"are not in the file that the index names: 2\.bias \(model-0000",
     ),
     "a tensor that the index lacks": (
         lambda folder: index_in(folder, lambda files: files.pop("2.bias")), r"the files and not in the index: 2\.bias"

@@ -34,7 +34,8 @@ class Merged(transformers.PreTrainedModel):
         super().__init__(config)
         self.qkv_proj = nn.Linear(128, 128 + 256 + 256, bias=False)
         self.gate, self.up = nn.Linear(256, 384, bias=False), nn.Linear(256, 384, bias=False)
-        self.wide, self.narrow = nn.Linear(128, 256, bias=False), nn.Linear(128, 128, bias=False)
+        wide = getattr(config, "wide", 256)
+        self.wide, self.narrow = nn.Linear(128, wide, bias=False), nn.Linear(128, 384 - wide, bias=False)
         self.post_init()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,8 +70,10 @@ def in_file(kind: str, suffix: str = "_scale_inv", **shapes: Any) -> Any:
     return quantized(tensors, kind, f"weight{suffix}")
 
 
-def merged() -> nn.Module:
-    return Merged(MergedConfig()).eval()
+def merged(wide: int = 256) -> nn.Module:
+    config = MergedConfig()
+    config.wide = wide
+    return Merged(config).eval()
 
 
 @pytest.mark.filterwarnings("ignore:.*rounded to FP8 a second time")
@@ -125,6 +128,9 @@ def test_merges_that_would_round_are_refused_by_name(tmp_path: Path) -> None:
             model = load_exported(merged(), tmp_path)
         parts = [torch.from_numpy(written.values[f"attention.{of}_proj.weight"]) for of in "qkv"]
         assert torch.equal(model.qkv_proj.weight, torch.cat(parts))
+    # the border between the two is inside a block
+    write(tmp_path, in_file("block").tensors, HF_FP8, merged())
+    refused(merged(wide=192), tmp_path, rf"{of_parts}both\.weight, both\.weight\.$", frozen=True)
     same = {name: torch.tensor(0.01) if "scale" in name else one for name, one in in_file("tensor").tensors.items()}
     write(tmp_path, same, {**HF_PER_TENSOR, "activation_scheme": "dynamic"}, merged())
     assert load_exported(merged(), tmp_path, frozen=True).qkv_proj.weight.scale_inv.item() == pytest.approx(0.01)
@@ -222,7 +228,10 @@ def test_tied_weights_stay_tied(frozen: bool, tmp_path: Path) -> None:
     write(tmp_path, quantized(tensors).tensors, HF_FP8, model, shards=2)
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(model.config)
+    empty.lm_head.weight.tensor_model_parallel = False
     loaded = load_exported(empty, tmp_path, frozen=frozen)
+    # attributes of a parameter stay
+    assert loaded.lm_head.weight.tensor_model_parallel is False
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
