@@ -176,10 +176,11 @@ def cast_variants(
 
     def recorded(implementation: Callable[..., Any]) -> Results:
         state.amax.zero_()
-        payload, payload_t, *others = implementation(*arguments[0], *rest)
+        payload, payload_t, scale_inv, *others = implementation(*arguments[0], *rest)
         # without the padding of the payload by columns, which the compiled baseline lacks
         codes = [part.view(FORMATS[format].dtype) for part in (payload, payload_t[:, :rows])]
-        return {**by_name(_NAMES, (*codes, *others)), "amax": [state.amax[index]]}
+        # the column sums are last, after the scale_inv of the payload by columns, which is the same one
+        return {**by_name(_NAMES, (*codes, scale_inv, *others[-1:])), "amax": [state.amax[index]]}
 
     def of_compiled() -> Results:
         payload, payload_t, scale_inv, amax, *sums = compiled(*arguments[0], scale, no_amax)
