@@ -212,7 +212,7 @@ class Gemm:
         if self.kind == "wgrad":
             b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot_in_blocks(False), "rows")
         else:
-            b_fp8, _, b_inv = ops.cast_weight_blocks(b, slot_in_blocks(True), "rows")
+            b_fp8, _, b_inv, _ = ops.cast_weight_blocks(b, slot_in_blocks(True), "rows")
         # nothing is compared with bf16
         return Operands(a_fp8, b_fp8, a_inv, b_inv, a_inv, b_inv)
 
