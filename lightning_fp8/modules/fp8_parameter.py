@@ -444,7 +444,8 @@ def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]
         weight = weight.detach().contiguous()
         index = torch.zeros(1, dtype=torch.int64, device=weight.device)
         slot = WeightSlot(index, E4M3.name, None, False, CurrentScale(blocks=blocks))
-        payload, _, scale_inv = (ops.cast_weight_blocks if blocks else ops.cast_weight)(weight, slot, "rows")
+        cast_weight = ops.cast_weight_blocks if blocks else ops.cast_weight
+        payload, _, scale_inv, *_ = cast_weight(weight, slot, "rows")
         return payload, scale_inv, square_amaxes(weight) if blocks else max_abs(weight)
 
 

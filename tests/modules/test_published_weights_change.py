@@ -107,6 +107,18 @@ def test_a_load_is_a_change_for_the_histories(kind: str) -> None:
     assert not scaling_state(model).has_scales
 
 
+def test_histories_stay_when_masters_are_freed() -> None:
+    model = nn.Sequential(nn.Linear(200, 300).requires_grad_(False), nn.Linear(300, 16))
+    convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(X).sum().backward()
+    scaling_state(model).update()
+    optimizer.step()
+    convert(model, frozen_weights="fp8")
+    model(X)
+    assert scaling_state(model).has_scales
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_moves_and_copies_never_round(kind: str, dtype: torch.dtype) -> None:
