@@ -35,7 +35,7 @@ from lightning_fp8.tools.doctor import (
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
-FP8 = ("fp8-delayed", "fp8-current", "fp8-block")
+FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "fp8-mx")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is found where there is no GPU")
 
 
@@ -62,7 +62,7 @@ def test_without_a_gpu_kernels_are_compiled_and_kept() -> None:
     assert value(first, "GPU and toolchain", "GPU") == value(first, "GPU and toolchain", "driver") == "none"
     assert value(first, "GPU and toolchain", "NVRTC") == "{}.{}".format(*nvrtc_version())
     assert value(first, "Settings", "LIGHTNING_FP8_CACHE_DIR") == f"{cache_folder()}: writable"
-    cells = [("-",) * 3] * 2 + [("reference (CPU)",) * 3] * 3
+    cells = [("-",) * 3] * 2 + [("reference (CPU)",) * 3] * len(FP8)
     assert [tuple(row.values()) for row in rows(first, "Precisions")] == [
         ("cpu", precision, "yes", *of_cpu) for precision, of_cpu in zip(("bf16-mixed", "bf16-true", *FP8), cells)
     ]
