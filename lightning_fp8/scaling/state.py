@@ -302,7 +302,7 @@ class ScalingState(Joinable):
         )
         if current.blocks == "power of 2":
             self.scale.data.copy_(power_of_2(self.scale))
-        elif current.in_e8m0:
+        elif current.blocks and current.in_e8m0:
             newest, scale = self.amax_history[0], self.scale.data[: self.delayed]
             scale.copy_(e8m0.multipliers_of(e8m0.codes_of(newest, E4M3)).where(newest > 0, scale))
         if self.model.current_rows is not None:

@@ -342,7 +342,7 @@ def test_what_does_not_wait(waits: NoWaiting) -> None:
 # by function of the package: how often an optimizer step of two micro-batches calls it, for two layers
 PLACES = {
     "scaling.model.Fp8Model.on_step_ends": 1,  # in a hook of the optimizer's step
-    "ops.cuda.dispatch._row": 8,  # casts of inputs and gradients
+    "ops.cuda.dispatch._new_result": 8,  # casts of inputs and gradients
     "modules.weights_together.cast_together": 1,
 }
 

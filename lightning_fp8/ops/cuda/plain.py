@@ -135,7 +135,7 @@ def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: tor
         RuntimeError: on a GPU whose tensor cores do not multiply such operands.
     """
     if not a.payload.is_cuda or not (a.payload.numel() and b.payload.numel()):
-        return reference.scaled_mm_dequantized(a, b, bias, out_dtype)
+        return scaled_mm_dequantized(a, b, bias, out_dtype)
     check_mx(torch.cuda.get_device_capability(a.payload.device))
     m, n = len(a.payload), len(b.payload)
     a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
