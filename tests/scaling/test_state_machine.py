@@ -29,7 +29,7 @@ from lightning_fp8 import DelayedScaling, convert, fall_back, load_scales, scali
 from lightning_fp8.modules import Fp8Linear
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
