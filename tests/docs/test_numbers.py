@@ -53,7 +53,7 @@ def test_losses_of_the_configurations(name: str) -> None:
 def test_losses_of_each_recipe() -> None:
     page = "docs/precisions.md"
     lines = table_of(page, "precision", "demo: training", "encoder: training")
-    # measured later, see below
+    # fp8-mx has not been measured
     of_fp8 = [name + fields for fields in ("", ",wgrad=bf16") for name in RECIPES if name != "fp8-mx"]
     assert [line["precision"] for line in lines] == ["bf16-mixed", *of_fp8]
     (command,) = (line for line in commands_of(page) if "compare --config" in line)
@@ -72,16 +72,6 @@ def test_losses_of_each_recipe() -> None:
     assert "its training loss is {} from bf16's with seed 0, and {} with seed 1".format(*apart) in " ".join(
         text_of(page).split()
     )
-
-
-def test_losses_with_mx() -> None:
-    page, rows = "docs/precisions.md", measured("compare-mx-cpu.jsonl")
-    lines = table_of(page, "precision", "training loss", "validation loss")
-    assert [line["precision"] for line in lines] == ["32-true", "fp8-block", "fp8-mx"] == list(rows)
-    for line in lines:
-        row = rows[line["precision"]]
-        assert (line["training loss"], line["validation loss"]) == (f"{row['loss']:.4f}", f"{row['val_loss']:.4f}")
-        assert f"OMP_NUM_THREADS=1 {row['command']}" in commands_of(page)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
