@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.export.layout import Scales, amax_of_scale, listed, state_tensors
-from lightning_fp8.export.names import Piece, Placed
+from lightning_fp8.export.names import Placed
 from lightning_fp8.export.scheme import Scheme
 from lightning_fp8.export.shards import Shards
 from lightning_fp8.export.values import Scale, scale_of_pieces
@@ -99,9 +99,7 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
         kept: names of the weights to be kept in FP8 only, with their GEMMs.
         devices: where these will be.
     """
-    pieces: dict[str, list[Piece]] = {}
-    for piece in source.placed.pieces:
-        pieces.setdefault(piece.name, []).append(piece)
+    pieces = source.placed.by_name
     left = Counter(piece.target for piece in source.placed.pieces)
     # of those that are put together before they are given to the model
     parts: dict[str, Tensor] = {}
@@ -148,16 +146,14 @@ def _with_memory(model: nn.Module, kept: Collection[str], devices: Mapping[str, 
 
 def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: list[Gemm]) -> None:
     """Replace a weight by one that is kept in FP8 only."""
-    scale = source.scale_of(target)
-    assert scale is not None  # noqa: S101 checked before
+    # a weight without a scale of its own has been refused
+    scale = cast(Scale, source.scale_of(target))
     # in which it was stored, in order to be written as it was
     dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
     first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
     if first.k_by_n:
         codes, scale_inv = codes.t(), scale_inv.t() if scale_inv.dim() else scale_inv
-    # experts have a GEMM each: the names of those of one parameter differ in their last part
-    name = first.name if first.weight_cast.part is None else first.name.rpartition(".")[0]
-    made = from_codes(codes, scale_inv, former.dtype, name, first.k_by_n, E4M3)
+    made = from_codes(codes, scale_inv, former.dtype, first.weight_name, first.k_by_n, E4M3)
     replace_weight(cast(nn.Module, first.layer), gemms, former, made)
 
 

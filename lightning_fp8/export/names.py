@@ -68,6 +68,14 @@ class Placed:
             found.setdefault(piece.target, []).append(piece)
         return found
 
+    @cached_property
+    def by_name(self) -> dict[str, list[Piece]]:
+        """The pieces of each tensor of the file, once all are known."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.name, []).append(piece)
+        return found
+
     def add(self, name: str, target: str, shape: Shape, of: Index | None = None) -> None:
         """A tensor of a file, or a part of one, that is a tensor of the model."""
         if target in self.shapes:

@@ -54,9 +54,7 @@ class Base:
         self.source = source
         self.rounded: dict[str, str] = {}
         self._own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in source.placed.pieces:
-            self._pieces.setdefault(piece.name, []).append(piece)
+        self._pieces = source.placed.by_name
         targets = dict.fromkeys(piece.target for piece in source.placed.pieces)
         there = {memory_of(tensor) for name, tensor in self._own.items() if name in targets}
         others = [name for name, one in self._own.items() if name not in targets and memory_of(one) not in there]

@@ -59,10 +59,10 @@ def free_masters(layer: Layer) -> None:
     """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
     for weight, gemms in gemms_by_weight(layer):
         first = gemms[0]
-        # experts have a GEMM each: the names of those of one parameter differ in their last part
-        name = first.name if first.weight_cast.part is None else first.name.rpartition(".")[0]
         fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
-        made = frozen(weight, name, first.k_by_n, first.weight_scaling.without_master) if fp8_only else None
+        made = (
+            frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.without_master) if fp8_only else None
+        )
         if made is not None:
             replace_weight(cast(nn.Module, layer), gemms, weight, made)
     for gemm, weight in layer.gemms():

@@ -113,6 +113,11 @@ class Gemm:
         return self.state.module_names[self.module]
 
     @property
+    def weight_name(self) -> str:
+        """The same for the parameter: GEMMs of experts share one, and their names differ in the last part."""
+        return self.name if self.weight_cast.part is None else self.name.rpartition(".")[0]
+
+    @property
     def layer(self) -> Layer | None:
         """The layer that owns the GEMM; None if it no longer exists."""
         return self._owner.layer() if self._owner is not None else None

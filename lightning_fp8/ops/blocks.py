@@ -32,19 +32,29 @@ from lightning_fp8.ops.reference import row_chunks
 
 def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
-    fmt = FORMATS[slot.format]
-    rows, scale_inv, largest = _cast(x, fmt, slot.current, x.shape[1]) if layout != "columns" else _no_cast(x)
-    columns, columns_scale_inv, of_columns = (
-        _cast(x.t(), fmt, slot.current, columns_shape(*x.shape)[1]) if layout != "rows" else _no_cast(x)
-    )
+    *made, largest = _both(x, FORMATS[slot.format], slot.current, layout)
+    rows, columns, scale_inv, columns_scale_inv = made
     amax, _, _ = slot.open()
     if amax is not None:
-        record_amax(amax, slot.index, largest if layout != "columns" else of_columns)
+        record_amax(amax, slot.index, largest)
     count_if_asked(x, scale_inv, columns_scale_inv, slot, layout)
     return rows, columns, scale_inv, columns_scale_inv
 
 
-def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot: Slot, layout: str) -> None:
+def _both(
+    x: Tensor, fmt: Fp8Format, current: CurrentScale, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The payloads of a layout, each a cast of its own, the scale_inv of each, and ``max|x|``."""
+    rows, scale_inv, largest = _cast(x, fmt, current, x.shape[1]) if layout != "columns" else _no_cast(x)
+    columns, columns_scale_inv, of_columns = (
+        _cast(x.t(), fmt, current, columns_shape(*x.shape)[1]) if layout != "rows" else _no_cast(x)
+    )
+    return rows, columns, scale_inv, columns_scale_inv, largest if layout != "columns" else of_columns
+
+
+def count_if_asked(
+    x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot: Slot | WeightSlot, layout: str
+) -> None:
     """Count what this cast loses, if requested; in the payload by rows if both are made."""
     if is_counting(slot):
         inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
@@ -54,7 +64,6 @@ def count_if_asked(x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight_blocks``."""
     fmt, block = FORMATS[slot.format], BLOCKS[slot.current.blocks]
-    columns, columns_scale_inv, _ = _no_cast(weight)
     if block.squares:
         amax = square_amaxes(weight, block.size)
         scale, scale_inv = block_scale(amax, fmt, slot.current)
@@ -62,14 +71,13 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
         scale = scale if len(scale) == len(weight) else scale.repeat_interleave(block.size, 0)[: len(weight)]
         by_rows = _payload(weight, scale, fmt, block.size, weight.shape[1])
         rows, columns = in_layout(by_rows, layout)
+        columns_scale_inv = nothing(weight, torch.float32)
     else:
-        rows, scale_inv, largest = _cast(weight, fmt, slot.current, weight.shape[1])
-        if layout != "rows":
-            columns, columns_scale_inv, _ = _cast(weight.t(), fmt, slot.current, columns_shape(*weight.shape)[1])
+        rows, columns, scale_inv, columns_scale_inv, largest = _both(weight, fmt, slot.current, layout)
     if slot.state is not None:
         slot.state.record_weight(slot.index, largest, block_scale(largest, fmt, slot.current)[0])
-    if is_counting(slot):
-        count(weight, scale_to_count(scale_inv, weight), slot)
+    # squares have the same scales in both payloads
+    count_if_asked(weight, scale_inv, columns_scale_inv, slot, "rows" if block.squares else layout)
     return rows, columns, scale_inv, columns_scale_inv
 
 
@@ -122,10 +130,7 @@ def new_weight_cast(weight: Tensor, current: CurrentScale, layout: str) -> tuple
     """Uninitialised results of the operator ``lightning_fp8::cast_weight_blocks``."""
     block = BLOCKS[current.blocks]
     if not block.squares:
-        rows, columns, *scales = new_cast(weight, current, layout)
-        rows = rows if layout != "columns" else weight.new_empty(weight.shape, dtype=torch.uint8)
-        scales[0] = _new_scales(weight, current)
-        return rows, columns, scales[0], scales[1]
+        return new_cast(weight, current, layout)
     squares = [-(-size // block.size) for size in weight.shape]
     scale_inv = weight.new_empty(squares, dtype=_stored(current))
     return *new_payloads(weight, weight.shape, layout), scale_inv, nothing(weight, torch.float32)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,10 +125,17 @@ def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype
     m, n = len(a.payload), len(b.payload)
     a_codes, a_scales, a_kind = as_torch_takes(a, 4)
     b_codes, b_scales, b_kind = as_torch_takes(b, ALIGNMENT)
-    # a bias is added in fp32
+    scales = a_scales, a_kind, b_scales, b_kind
+    return _by_torch(a_codes, b_codes, scales, bias, out_dtype)[:m, :n].contiguous()
+
+
+def _by_torch(
+    a_codes: Tensor, b_codes: Tensor, scales: Sequence[Any], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``torch.nn.functional.scaled_mm`` of padded operands, with a bias that is added in fp32."""
     dtype = out_dtype if bias is None else torch.float32
-    out = F.scaled_mm(a_codes, b_codes.mT, a_scales, a_kind, b_scales, b_kind, output_dtype=dtype)[:m, :n]
-    return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
+    out: Tensor = F.scaled_mm(a_codes, b_codes.mT, *scales, output_dtype=dtype)  # type: ignore[misc]
+    return out if bias is None else (out[:, : len(bias)] + bias.to(out_dtype)).to(out_dtype)
 
 
 def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -141,10 +151,7 @@ def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: tor
     a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = mx_scales(a), kind, mx_scales(b), kind, order, order
-    # a bias is added in fp32
-    dtype = out_dtype if bias is None else torch.float32
-    out = F.scaled_mm(a_codes, b_codes.mT, *scales, output_dtype=dtype)[:m, :n]
-    return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
+    return _by_torch(a_codes, b_codes, scales, bias, out_dtype)[:m, :n].contiguous()
 
 
 def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
