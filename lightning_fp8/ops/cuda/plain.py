@@ -126,16 +126,22 @@ def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype
     a_codes, a_scales, a_kind = as_torch_takes(a, 4)
     b_codes, b_scales, b_kind = as_torch_takes(b, ALIGNMENT)
     scales = a_scales, a_kind, b_scales, b_kind
-    return _by_torch(a_codes, b_codes, scales, bias, out_dtype)[:m, :n].contiguous()
+    return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
 
 
 def _by_torch(
-    a_codes: Tensor, b_codes: Tensor, scales: Sequence[Any], bias: Tensor | None, out_dtype: torch.dtype
+    a_codes: Tensor,
+    b_codes: Tensor,
+    scales: Sequence[Any],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    shape: tuple[int, int],
 ) -> Tensor:
-    """``torch.nn.functional.scaled_mm`` of padded operands, with a bias that is added in fp32."""
+    """``torch.nn.functional.scaled_mm`` of padded operands, ``shape`` without padding, with a bias added in fp32."""
     dtype = out_dtype if bias is None else torch.float32
-    out: Tensor = F.scaled_mm(a_codes, b_codes.mT, *scales, output_dtype=dtype)  # type: ignore[misc]
-    return out if bias is None else (out[:, : len(bias)] + bias.to(out_dtype)).to(out_dtype)
+    whole: Tensor = F.scaled_mm(a_codes, b_codes.mT, *scales, output_dtype=dtype)  # type: ignore[misc]
+    out = whole[: shape[0], : shape[1]]
+    return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
 def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -151,7 +157,7 @@ def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: tor
     a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = mx_scales(a), kind, mx_scales(b), kind, order, order
-    return _by_torch(a_codes, b_codes, scales, bias, out_dtype)[:m, :n].contiguous()
+    return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
 
 
 def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
