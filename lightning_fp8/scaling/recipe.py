@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
@@ -327,8 +328,11 @@ def recipe_fields(text: str) -> dict[str, Any]:
 
     >>> recipe_fields("fp8-delayed,margin=1,wgrad=bf16")
     {'precision': 'fp8-delayed', 'margin': 1, 'wgrad': 'bf16'}
+    >>> recipe_fields("fp8-mx,weight_blocks=[32,32]")
+    {'precision': 'fp8-mx', 'weight_blocks': [32, 32]}
     """
-    pairs = [part.partition("=") for part in f"precision={text}".split(",")]
+    # at commas that are not inside brackets
+    pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", f"precision={text}")]
     found = {name: _value(value) for name, _, value in pairs}
     if len(found) < len(pairs):
         raise ValueError(f"A field is given twice in {text!r}.")
