@@ -15,8 +15,8 @@ from lightning_fp8.ops.formats import Fp8Format
 from lightning_fp8.ops.operand import CurrentScale
 
 FP32_MAX = torch.finfo(torch.float32).max
-# side length of a block, for tensors whose blocks each have a scale; of one with a scale in E8M0
-BLOCK, MX_BLOCK = 128, 32
+# side length of a block, for tensors whose blocks each have a scale in fp32
+BLOCK = 128
 
 
 def max_abs(x: Tensor) -> Tensor:
@@ -64,25 +64,24 @@ def power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)
 
 
-def block_of(scale: Tensor) -> int:
-    """How many elements such a scale is for, along one dimension."""
-    return MX_BLOCK if scale.dtype == torch.uint8 else BLOCK
-
-
 def per_row(scale: Tensor, rows: int) -> Tensor:
     """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
-    return scale if len(scale) == rows else scale.repeat_interleave(block_of(scale), 0)[:rows]
+    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
-    Along a dimension, there is one scale for all, one for each block, or one for each.
+    Along a dimension, there is one scale for all, one for each block, or one for each; or all are tiles in E8M0.
     """
+    if scale.dtype == torch.uint8:
+        rows, columns = x.shape
+        codes = e8m0.from_tiles(scale, rows, -(-columns // e8m0.BLOCK))
+        return e8m0.values_of(codes).repeat_interleave(e8m0.BLOCK, 1)[:, :columns]
     for dim, size in enumerate(x.shape if scale.dim() else ()):
         if scale.shape[dim] not in (1, size):
-            scale = scale.repeat_interleave(block_of(scale), dim).narrow(dim, 0, size)
-    return e8m0.values_of(scale) if scale.dtype == torch.uint8 else scale
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+    return scale
 
 
 def update_scales(

@@ -13,7 +13,7 @@ from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import define, implement, is_watched, needs_transposed_payload
-from lightning_fp8.ops.operand import BLOCKS, Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
+from lightning_fp8.ops.operand import Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
 #   v = activation(x) in the dtype of x; payload = sat(v * scale[index]) in fp32, rounded to nearest even. Where
@@ -26,12 +26,12 @@ _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [M, ceil(K/128)] float32 of
 #   payload, scale_inv [K, ceil(M/128)] float32 of payload_t). Every 128 elements along a row of a payload, fewer at its
-#   end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. Scales in E8M0,
-#   uint8, are for 32 elements. `layout`, M' and recording are as for `cast`.
+#   end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. Scales in E8M0
+#   are for 32 elements, flat tiles of uint8, see ops/e8m0.py. `layout`, M' and recording are as for `cast`.
 _CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
 # cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32, empty). The
-#   same for squares of 128 x 128, or 32 x 32 with scales in E8M0; payload_t has the transposed scales. Where blocks of
-#   a weight are no squares, the results are those of cast_blocks. The state gets the largest amax and its scale.
+#   same for squares of 128 x 128; payload_t has the transposed scales. With scales in E8M0, for 1 x 32 or squares of
+#   32 x 32, the results have the shapes of those of cast_blocks. The state gets the largest amax and its scale.
 _CAST_WEIGHT_BLOCKS = define(
     "cast_weight_blocks(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -129,15 +129,14 @@ def cast_operand(
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """The same for a weight, by :func:`cast_weight`."""
-    block = BLOCKS.get(slot.current.blocks)
-    is_separate = needs_transposed_payload(weight) or not (block is None or block.squares)
+    is_separate = needs_transposed_payload(weight) or slot.current.in_e8m0
     layout = "both" if keep and is_separate else "rows"
-    if block is None:
+    if not slot.current.blocks:
         rows, columns, scale_inv = cast_weight(weight, slot, layout)
         columns_scale_inv = scale_inv
     else:
         rows, columns, scale_inv, columns_scale_inv = cast_weight_blocks(weight, slot, layout)
-        columns_scale_inv = scale_inv.t() if block.squares else columns_scale_inv
+        columns_scale_inv = columns_scale_inv if slot.current.in_e8m0 else scale_inv.t()
     return Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, columns_scale_inv, slot.format)
 
 

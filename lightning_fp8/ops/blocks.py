@@ -72,12 +72,16 @@ def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, 
         by_rows = _payload(weight, scale, fmt, block.size, weight.shape[1])
         rows, columns = in_layout(by_rows, layout)
         columns_scale_inv = nothing(weight, torch.float32)
+        if slot.current.in_e8m0:
+            codes, none = scale_inv, columns_scale_inv
+            scale_inv = e8m0.squares_to_tiles(codes) if layout != "columns" else none
+            columns_scale_inv = e8m0.squares_to_tiles(codes.t()) if layout != "rows" else none
     else:
         rows, columns, scale_inv, columns_scale_inv, largest = _both(weight, fmt, slot.current, layout)
     if slot.state is not None:
         slot.state.record_weight(slot.index, largest, block_scale(largest, fmt, slot.current)[0])
-    # squares have the same scales in both payloads
-    count_if_asked(weight, scale_inv, columns_scale_inv, slot, "rows" if block.squares else layout)
+    # squares with scales in fp32 have the same ones in both payloads
+    count_if_asked(weight, scale_inv, columns_scale_inv, slot, layout if slot.current.in_e8m0 else "rows")
     return rows, columns, scale_inv, columns_scale_inv
 
 
@@ -107,7 +111,7 @@ def square_amaxes(weight: Tensor, size: int = BLOCK) -> Tensor:
 
 
 def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> tuple[Tensor, Tensor]:
-    """``FP8_MAX / amax`` of each block, or a power of two of at most that, ``float32``; and what is stored, scale_inv.
+    """``FP8_MAX / amax`` of each block, or a power of two of at most that, ``float32``; and scale_inv, or its codes.
 
     Where ``amax`` is not finite, a scale in fp32 is 1 and one in E8M0 NaN.
     """
@@ -128,30 +132,31 @@ def new_cast(x: Tensor, current: CurrentScale, layout: str) -> tuple[Tensor, Ten
 
 def new_weight_cast(weight: Tensor, current: CurrentScale, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised results of the operator ``lightning_fp8::cast_weight_blocks``."""
-    block = BLOCKS[current.blocks]
-    if not block.squares:
+    if current.in_e8m0:
         return new_cast(weight, current, layout)
-    squares = [-(-size // block.size) for size in weight.shape]
-    scale_inv = weight.new_empty(squares, dtype=_stored(current))
+    squares = [-(-size // BLOCK) for size in weight.shape]
+    scale_inv = weight.new_empty(squares, dtype=torch.float32)
     return *new_payloads(weight, weight.shape, layout), scale_inv, nothing(weight, torch.float32)
 
 
-def _stored(current: CurrentScale) -> torch.dtype:
-    return torch.uint8 if current.in_e8m0 else torch.float32
-
-
 def _new_scales(x: Tensor, current: CurrentScale) -> Tensor:
-    """``[rows, blocks of a row]``, strides ``(1, rows)``: fastest to read for our GEMM, and what torch's takes."""
+    """``[rows, blocks of a row]``, strides ``(1, rows)``: fastest to read for our GEMM, and what torch's takes.
+
+    Tiles, if they are in E8M0.
+    """
     rows, columns = x.shape
-    return x.new_empty(-(-columns // BLOCKS[current.blocks].size), rows, dtype=_stored(current)).t()
+    if current.in_e8m0:
+        return x.new_empty(e8m0.size_of_tiles(rows, columns), dtype=torch.uint8)
+    return x.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
 
 
 def _cast(x: Tensor, fmt: Fp8Format, current: CurrentScale, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The payload by rows, zeros up to ``width``, its scale_inv ``[rows, blocks of a row]``, and ``max|x|``."""
+    """The payload by rows, zeros up to ``width``, its scale_inv, see :func:`_new_scales`, and ``max|x|``."""
     size = BLOCKS[current.blocks].size
     amax = _block_amax(x, size)
     scale, scale_inv = block_scale(amax, fmt, current)
-    return _payload(x, scale, fmt, size, width), _new_scales(x, current).copy_(scale_inv), _largest(amax)
+    stored = e8m0.to_tiles(scale_inv) if current.in_e8m0 else _new_scales(x, current).copy_(scale_inv)
+    return _payload(x, scale, fmt, size, width), stored, _largest(amax)
 
 
 def _no_cast(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_fp8.ops.formats import Fp8Format
 
 NAN = 255
+# elements along K that share a scale
+BLOCK = 32
 # the bits of 2**-127, which is subnormal in fp32
 _SMALLEST = 0x400000
 _MANTISSA = 0x7FFFFF
@@ -52,11 +54,21 @@ def _power_of_2(codes: Tensor) -> Tensor:
     return torch.where(codes == NAN, bits | _SMALLEST, bits).view(torch.float32)
 
 
+def size_of_tiles(rows: int, columns: int) -> int:
+    """How many bytes the scales of a payload ``[rows, columns]`` take."""
+    return _tiles(rows, TILE_ROWS) * _tiles(columns, TILE_BLOCKS * BLOCK) * TILE_ROWS * TILE_BLOCKS
+
+
+def _tiles(size: int, of: int) -> int:
+    return -(-size // of)
+
+
 def to_tiles(codes: Tensor) -> Tensor:
     """Codes ``[rows, blocks]`` in the order in which the hardware reads them, ``[*] uint8``.
 
-    Rows are padded to 128 and blocks to 4, with zeros. Tiles of 128 x 4 follow each other by rows; within one, the
-    scale of row r and block c is at ``(r % 32) * 16 + (r // 32) * 4 + c``.
+    This is how an operand carries its scales, on every device. Rows are padded to 128 and blocks to 4, with zeros.
+    Tiles of 128 x 4 follow each other by rows; within one, the scale of row r and block c is at
+    ``(r % 32) * 16 + (r // 32) * 4 + c``.
     """
     rows, blocks = codes.shape
     padded = F.pad(codes, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
@@ -67,6 +79,11 @@ def to_tiles(codes: Tensor) -> Tensor:
 
 def from_tiles(tiles: Tensor, rows: int, blocks: int) -> Tensor:
     """The codes ``[rows, blocks]`` of :func:`to_tiles`."""
-    down, across = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
+    down, across = _tiles(rows, TILE_ROWS), _tiles(blocks, TILE_BLOCKS)
     codes = tiles.unflatten(0, (down, across, 32, 4, TILE_BLOCKS)).permute(0, 3, 2, 1, 4)
     return codes.flatten(0, 2).flatten(1)[:rows, :blocks]
+
+
+def squares_to_tiles(codes: Tensor) -> Tensor:
+    """:func:`to_tiles` of squares ``[ceil(rows/32), blocks]``, each of whose codes is that of 32 rows."""
+    return to_tiles(codes.repeat_interleave(BLOCK, 0))

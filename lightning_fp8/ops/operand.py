@@ -93,8 +93,8 @@ class Fp8Tensor(NamedTuple):
         payload: ``[M, K] uint8``; the product sums over K.
         scale_inv: ``[] float32``, or with a number of scales for each dimension: one for all, one for every 128, or one
             for each. Blocks are ``[M, ceil(K/128)]``, 128 elements along a row, and ``[ceil(M/128), ceil(K/128)]``,
-            squares; a weight may have ``[M, 1]``, one for each row, and by columns ``[1, K]``. Those in
-            ``uint8`` are in E8M0, for every 32.
+            squares; a weight may have ``[M, 1]``, one for each row, and by columns ``[1, K]``. Those in E8M0, for every
+            32 elements along a row, are ``[*] uint8`` in the order of :func:`lightning_fp8.ops.e8m0.to_tiles`.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
@@ -176,6 +176,11 @@ class CurrentScale(NamedTuple):
     def in_e8m0(self) -> bool:
         """Whether scales are powers of two in one byte."""
         return self.blocks.startswith("e8m0")
+
+    @property
+    def squares(self) -> bool:
+        """Whether squares of a weight have scales."""
+        return bool(self.blocks) and BLOCKS[self.blocks].squares
 
     @property
     def without_master(self) -> str:

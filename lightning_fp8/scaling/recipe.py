@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from lightning_fp8.ops.amaxes import MX_BLOCK
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, E5M2, PRODUCTS, Fp8Format, Product, Role
 from lightning_fp8.ops.operand import CurrentScale
 from lightning_fp8.runtime.choice import check_choice
@@ -285,14 +285,14 @@ class MXScaling(Recipe):
 
     precision: ClassVar[str] = "fp8-mx"
 
-    weight_blocks: tuple[int, int] = (1, MX_BLOCK)
+    weight_blocks: tuple[int, int] = (1, e8m0.BLOCK)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # a list, from YAML or a checkpoint's JSON, is as good as a tuple
         blocks = tuple(self.weight_blocks) if isinstance(self.weight_blocks, (list, tuple)) else self.weight_blocks
         object.__setattr__(self, "weight_blocks", blocks)
-        self._require("weight_blocks", "(1, 32) or (32, 32)", blocks in ((1, MX_BLOCK), (MX_BLOCK, MX_BLOCK)))
+        self._require("weight_blocks", "(1, 32) or (32, 32)", blocks in ((1, e8m0.BLOCK), (e8m0.BLOCK, e8m0.BLOCK)))
 
     @property
     def current(self) -> CurrentScale:

@@ -16,7 +16,8 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from lightning_fp8 import MXScaling, convert, export, ops, scaling_state
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.cuda.plain import check_mx, mx_payload, mx_scales
+from lightning_fp8.ops.amaxes import by_element
+from lightning_fp8.ops.cuda.plain import check_mx, mx_payload
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
 
@@ -31,11 +32,13 @@ def half(request: pytest.FixtureRequest) -> str:
 
 
 def cast(x: Tensor) -> tuple[Tensor, ...]:
-    """Payload, payload by columns, and the scales of each."""
+    """Payload, payload by columns, and the scales of each, ``[rows of the payload, blocks]``."""
     state = ScalingState([""], MXScaling())
     current = CurrentScale(blocks="e8m0")
     slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, True, "auto", current)
-    return ops.cast_blocks(x, slot, "both")  # type: ignore[no-any-return]
+    codes, columns, *tiles = ops.cast_blocks(x, slot, "both")
+    scales = (e8m0.from_tiles(one, rows, -(-k // 32)) for one, (rows, k) in zip(tiles, (x.shape, x.t().shape)))
+    return codes, columns, *scales
 
 
 def of_torchao(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,13 +84,15 @@ def test_where_torchao_differs(half: str) -> None:
 def test_a_weight_in_squares_has_one_set_of_codes(half: str) -> None:
     w, state = spread(70, 100, seed=1), ScalingState([""], MXScaling(weight_blocks=(32, 32)))
     slot = WeightSlot(torch.tensor([2]), "e4m3", state, True, CurrentScale(blocks="e8m0 squares"))
-    codes, columns, scales, _ = ops.cast_weight_blocks(w, slot, "both")
-    assert torch.equal(unpadded(columns, len(w)), codes.t())
-    values = (
-        codes.view(torch.float8_e4m3fn).double()
-        * e8m0.values_of(scales).double().repeat_interleave(32, 0).repeat_interleave(32, 1)[:70, :100]
+    codes, columns, *scales = ops.cast_weight_blocks(w, slot, "both")
+    columns = unpadded(columns, len(w))
+    assert torch.equal(columns, codes.t())
+    by_rows, by_columns = (
+        one.view(torch.float8_e4m3fn).double() * by_element(tiles, one).double()
+        for one, tiles in zip((codes, columns), scales, strict=True)
     )
-    assert np.array_equal(values.numpy(), in_mx(w, squares=True))
+    assert np.array_equal(by_rows.numpy(), in_mx(w, squares=True))
+    assert torch.equal(by_columns, by_rows.t())
     assert float(state.amax[2]) == float(w.abs().max())
 
 
@@ -181,16 +186,20 @@ def test_a_block_that_is_not_finite_is_nan_and_counted(half: str) -> None:
     assert scaling_state(model).nonfinite_steps.tolist()[0] == 1
 
 
-def test_operands_as_the_hardware_takes_them() -> None:
-    payload, scales = torch.zeros(130, 70, dtype=torch.uint8), torch.arange(130 * 3, dtype=torch.int32).reshape(130, 3)
-    operand = Fp8Tensor(payload, scales.to(torch.uint8), "e4m3")
-    assert mx_payload(operand, 16).shape == (144, 96)
-    tiles = mx_scales(operand)
-    assert (tiles.dtype, tiles.shape) == (torch.float8_e8m0fnu, (256 * 4,))
-    assert torch.equal(e8m0.from_tiles(tiles.view(torch.uint8), 130, 3), operand.scale_inv)
-    squares = operand._replace(scale_inv=torch.randint(256, (5, 3), dtype=torch.uint8))
-    of_rows = e8m0.from_tiles(mx_scales(squares).view(torch.uint8), 130, 3)
-    assert torch.equal(of_rows, squares.scale_inv.repeat_interleave(32, 0)[:130])
+@BOTH
+def test_operands_as_the_hardware_takes_them(recipe: MXScaling, half: str) -> None:
+    """Scales are whole tiles, those beyond a tensor's blocks zeros, and payloads are padded to whole blocks."""
+    state, x, down = ScalingState(["a"], recipe), spread(130, 70, seed=0), recipe.weight_blocks[0]
+    slot = WeightSlot(torch.tensor([2]), "e4m3", state, True, recipe.current)
+    operand = ops.cast_weight_operand(x, slot, keep=True)
+    for payload, tiles, (rows, k) in zip(operand[:2], operand[2:4], ((130, 70), (70, 130)), strict=True):
+        whole = -(-rows // 128) * 128, -(-k // 128) * 4
+        assert (tiles.dtype, tiles.shape) == (torch.uint8, (whole[0] * whole[1],))
+        codes, inside = e8m0.from_tiles(tiles, *whole), -(-rows // down) * down
+        assert codes[:inside, : -(-k // 32)].all()
+        assert not codes[inside:].any()
+        assert not codes[:, -(-k // 32) :].any()
+        assert mx_payload(Fp8Tensor(payload, tiles, "e4m3"), 16).shape == (-(-rows // 16) * 16, -(-k // 32) * 32)
 
 
 def test_what_is_refused_by_name(tmp_path: Any) -> None:

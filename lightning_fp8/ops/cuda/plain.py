@@ -13,11 +13,9 @@ from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import (
     BLOCK,
-    MX_BLOCK,
     as_asked,
     by_element,
     max_abs,
-    per_row,
     record_amax,
     scale_of_current,
     update_scales,
@@ -156,21 +154,16 @@ def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: tor
     m, n = len(a.payload), len(b.payload)
     a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    scales = mx_scales(a), kind, mx_scales(b), kind, order, order
+    a_scales, b_scales = (one.scale_inv.view(torch.float8_e8m0fnu) for one in (a, b))
+    scales = a_scales, kind, b_scales, kind, order, order
     return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
 
 
 def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
     """The codes of an operand with both sizes padded with zeros, K to whole blocks and rows to a ``multiple``."""
     payload = operand.payload
-    added = -payload.shape[1] % MX_BLOCK, -len(payload) % multiple
+    added = -payload.shape[1] % e8m0.BLOCK, -len(payload) % multiple
     return F.pad(payload, (0, added[0], 0, added[1])).view(FORMATS[operand.format].dtype)
-
-
-def mx_scales(operand: Fp8Tensor) -> Tensor:
-    """The scales of an operand in the order of :func:`lightning_fp8.ops.e8m0.to_tiles`."""
-    scales = per_row(operand.scale_inv, len(operand.payload))
-    return e8m0.to_tiles(scales).view(torch.float8_e8m0fnu)
 
 
 def check_mx(capability: tuple[int, int]) -> None:
