@@ -195,6 +195,13 @@ def cuda_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tensors with one scale take every layout, as on a data-center Blackwell GPU."""
+    monkeypatch.setattr("strict_scaled_mm.CAPABILITY", (10, 0))
+    monkeypatch.setattr("lightning_fp8.ops.cuda.layouts.takes_every_layout", lambda device: True)
+
+
+@pytest.fixture
 def idle_half(cuda_functions: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The same with kernels that do nothing: their results are allocated and not written."""
     from benchmarks.no_kernels import no_kernel

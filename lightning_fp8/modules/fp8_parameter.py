@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, power_of_2, scale_of_current
 from lightning_fp8.ops.blocks import square_amaxes
+from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format, dtype_name
-from lightning_fp8.ops.library import can_keep_copies, needs_transposed_payload
+from lightning_fp8.ops.library import can_keep_copies
 from lightning_fp8.ops.operand import CurrentScale, WeightSlot, by_columns
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -201,7 +202,8 @@ class Fp8Parameter(Tensor):
         content, payload = self.content, self.content.payload.contiguous()
         if content.payload_t is not None:
             return payload, content.payload_t
-        if not (torch.is_grad_enabled() and needs_transposed_payload(payload)):
+        has_scales = content.scale_inv.dim() > payload.dim() - 2
+        if not (torch.is_grad_enabled() and needs_transposed_payload(payload.device, payload.shape, has_scales)):
             return payload, payload.mT
         payload_t = by_columns(payload)
         # FSDP frees a gathered payload, and would not free this

@@ -20,7 +20,7 @@ from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import can_keep_copies, is_watched, needs_transposed_payload
+from lightning_fp8.ops.library import can_keep_copies, is_watched, on_gpu
 from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -116,7 +116,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
             made = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
         if may_keep:
             kept.put(parameter, made)
-            if kept.assumptions and not needs_transposed_payload(parameter):
+            if kept.assumptions and not on_gpu(parameter):
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
                 ops.keep_values(made)
     return Fp8Weight(weight, made, may_keep)

@@ -1,12 +1,12 @@
 """The operators of an FP8 linear layer, as ``torch.ops.lightning_fp8.*``: schema, fake, autograd, dispatch.
 
-The three GEMMs, each with both operands K-major (``scaled_mm(a, b) = a @ b^T``):
+The three GEMMs (``scaled_mm(a, b) = a @ b^T``):
 
     fprop  y [M, N]  = scaled_mm(x_fp8    [M, K], w_fp8   [N, K])
     dgrad  dx [M, K] = scaled_mm(dy_fp8   [M, N], w_fp8_t [K, N])
     wgrad  dw [N, K] = scaled_mm(dy_fp8_t [N, M], x_fp8_t [K, M])
 
-A transposed payload is a separate tensor on a GPU, whose FP8 GEMMs need both operands K-major, and a view on the CPU.
+A transposed payload is a separate tensor on a GPU whose FP8 GEMMs need both operands K-major, else a view.
 An FP8 tensor is passed as its ``uint8`` payload and the name of its format, because torch's operator checks lack CPU
 kernels for float8 inputs.
 """

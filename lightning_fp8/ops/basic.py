@@ -12,7 +12,8 @@ from lightning_fp8.ops import amaxes, blocks, library, reference
 from lightning_fp8.ops.activations import activate, activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
-from lightning_fp8.ops.library import define, implement, is_watched, needs_transposed_payload
+from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
+from lightning_fp8.ops.library import define, implement, is_watched, on_gpu
 from lightning_fp8.ops.operand import Fp8Operand, Fp8Tensor, Slot, WeightSlot, new_payloads
 
 # cast: x [M, K] fp32, bf16 or fp16 -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [] float32)
@@ -118,9 +119,9 @@ def cast_operand(
     if slot.current.blocks:
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
         return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
-    on_gpu = x.is_cuda or library.cuda_on_cpu
-    run = cast if watched else cast.cuda if on_gpu else cast.cpu
-    if on_gpu:
+    is_on_gpu = x.is_cuda or library.cuda_on_cpu
+    run = cast if watched else cast.cuda if is_on_gpu else cast.cpu
+    if is_on_gpu and needs_transposed_payload(x.device, (x.shape[0], activated_width(x.shape[1], activation))):
         rows, columns, scale_inv = run(x, slot, activation, layout)
         return Fp8Operand(rows, columns, scale_inv, scale_inv, slot.format)
     rows, _, scale_inv = run(x, slot, activation, "rows")
@@ -129,7 +130,8 @@ def cast_operand(
 
 def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Operand:
     """The same for a weight, by :func:`cast_weight`."""
-    is_separate = needs_transposed_payload(weight) or slot.current.in_e8m0
+    current = slot.current
+    is_separate = current.in_e8m0 or needs_transposed_payload(weight.device, weight.shape, bool(current.blocks))
     layout = "both" if keep and is_separate else "rows"
     if not slot.current.blocks:
         rows, columns, scale_inv = cast_weight(weight, slot, layout)
@@ -158,7 +160,7 @@ def cast_weights(
             operands are new.
     """
     kernel = None
-    if needs_transposed_payload(weights[0]) and not is_watched(weights[0]):
+    if on_gpu(weights[0]) and not is_watched(weights[0]):
         kernel = cuda.kernel_for_weights(weights[0].device, slots[0].current)
     if kernel is None:
         return [cast_weight_operand(weight, slot, keep=True) for weight, slot in zip(weights, slots, strict=True)]

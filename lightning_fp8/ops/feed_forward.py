@@ -13,7 +13,8 @@ from lightning_fp8.ops.activations import activated_width, gated, gated_gradient
 from lightning_fp8.ops.backward import gradient_layout, gradients_by
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.library import define, differentiable_in_layers, implement, needs_transposed_payload
+from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
+from lightning_fp8.ops.library import define, differentiable_in_layers, implement, on_gpu
 from lightning_fp8.ops.linear_layer import in_rows, in_shape_of, linear_backward, refuse_double_backward
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Layer, Slot, columns_shape, nothing
 
@@ -97,9 +98,11 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     hidden = [fprop(block.x_fp8, layer.operand, layer.bias_value, dtype, a.gemm) for layer in block.inner]
     if block.activation:
         a_fp8 = cast_operand(hidden[0], a, block.activation, block.keep_a)
-    elif needs_transposed_payload(x):
-        rows, columns, scale_inv = cuda.cast_gated(hidden[0], hidden[1], a, "both" if block.keep_a else "rows")
-        a_fp8 = Fp8Operand(rows, columns, scale_inv, scale_inv, a.format)
+    elif on_gpu(x):
+        is_separate = needs_transposed_payload(x.device, hidden[0].shape)
+        layout = "both" if block.keep_a and is_separate else "rows"
+        rows, columns, scale_inv = cuda.cast_gated(hidden[0], hidden[1], a, layout)
+        a_fp8 = Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, scale_inv, a.format)
     else:
         a_fp8 = cast_operand(gated(*hidden), a, "none", block.keep_a)
     # their memory may be reused for the output
@@ -113,7 +116,7 @@ def _fake(block: Block) -> tuple[Tensor, ...]:
     m, n = math.prod(x.shape[:-1]), block.inner[0].weight.shape[0]
     hidden = [x.new_empty((m, n) if block.keep_h else 0, dtype=dtype) for _ in block.inner]
     width = activated_width(n, block.activation)
-    if needs_transposed_payload(x):
+    if needs_transposed_payload(x.device, (m, width)):
         a_fp8_t = x.new_empty(columns_shape(m, width) if block.keep_a else 0, dtype=torch.uint8)
     else:
         a_fp8_t = x.new_empty(m, width, dtype=torch.uint8).t()
@@ -236,7 +239,7 @@ def _gated_gradients(*arguments: Any) -> tuple[Tensor, ...]:
     types = given.dx_dtype, given.dw_dtype
     hidden = given.gate, given.up, given.da
     of_layers = []
-    if needs_transposed_payload(given.da):
+    if on_gpu(given.da):
         casts = cuda.cast_gated_gradients(*hidden, slots, gradient_layout(x, given.w_gate), given.biases)
         for made, slot, w, bias in zip(casts, slots, weights, given.biases, strict=True):
             # in place of the gradient, a tensor of its shape

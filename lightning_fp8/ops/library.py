@@ -205,8 +205,8 @@ def refuse_transforms() -> None:
         raise RuntimeError(_NO_TRANSFORMS)
 
 
-def needs_transposed_payload(x: Tensor) -> bool:
-    """Whether FP8 GEMMs on x's device take K-major operands only, so that a transpose must be a separate tensor."""
+def on_gpu(x: Tensor) -> bool:
+    """Whether the CUDA functions run on x."""
     return x.is_cuda or cuda_on_cpu
 
 

@@ -72,8 +72,9 @@ class Fp8Operand(NamedTuple):
 
     Attributes:
         by_rows: ``[M, K] uint8``, for fprop; empty if not requested.
-        by_columns: for dgrad or wgrad; empty if not requested. Where GEMMs take K-major operands only, of the shape of
-            :func:`columns_shape`, else ``by_rows`` transposed.
+        by_columns: for dgrad or wgrad; empty if not requested. Where it is a tensor of its own, of the shape of
+            :func:`columns_shape`, else ``by_rows`` transposed; see
+            :func:`lightning_fp8.ops.cuda.layouts.needs_transposed_payload`.
         scale_inv: ``[] float32``, of the payload by rows; or several, see :class:`Fp8Tensor`.
         columns_scale_inv: of the payload by columns; the same tensor as ``scale_inv`` if the operand has one scale.
         format: ``"e4m3"`` or ``"e5m2"``.

@@ -418,8 +418,35 @@ def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
         payload, payload_t = weight.operand_payloads()
         assert torch.equal(payload, kept.t() if k_by_n else kept)
         assert payload.is_contiguous()
-        # FP8 GEMMs on a GPU accept no other layout
+        # FP8 GEMMs on most GPUs accept no other layout
         assert torch.equal(unpadded(payload_t, len(payload)) if k_major else payload_t, payload.t())
+
+
+def test_weights_gathered_in_fp8_where_products_take_every_layout(tmp_path: Path) -> None:
+    """The CUDA functions on a CPU."""
+    body = """
+import strict_scaled_mm
+from benchmarks.no_kernels import override_cpu
+from lightning_fp8.ops import library
+from lightning_fp8.ops.cuda import kernels, layouts
+
+kernels.backend = lambda: "reference"
+overrides, products = (torch.library.Library(name, "IMPL") for name in ("lightning_fp8", "aten"))
+override_cpu(overrides)
+strict_scaled_mm.replace_products(products)
+library.cuda_on_cpu = True
+for every in (False, True):
+    strict_scaled_mm.CAPABILITY = (10, 0) if every else (9, 0)
+    layouts.takes_every_layout = lambda device: every
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)))
+    for layer in (*model, model):
+        fully_shard(layer, mp_policy=fsdp2_policy("fp8-delayed"))
+    gather_in_fp8(model)
+    result[every] = facts(model, train(model, steps=2))
+"""
+    for rank in run(body, tmp_path):
+        assert_same(rank[True], rank[False])
 
 
 @pytest.mark.parametrize(("leaves", "gather"), [(False, True), (True, False)], ids=["blocks-fp8", "layers-bf16"])

@@ -96,8 +96,13 @@ def test_every_recipe_dtype_and_number_of_tokens(recipe: Recipe, dtype: str, mon
     assert counters["stats"]["unique_graphs"] == (2 if recipe.current.blocks else 1)
 
 
-@pytest.mark.parametrize("recipe", [*(kind() for kind in RECIPES.values()), OTHERS[0]], ids=named)
-def test_compiled_steps_are_the_eager_ones(cuda_half: Counter[str], recipe: Recipe) -> None:
+@pytest.mark.parametrize("recipe", [*(kind() for kind in RECIPES.values()), OTHERS[0], "every layout"], ids=named)
+def test_compiled_steps_are_the_eager_ones(
+    cuda_half: Counter[str], recipe: Recipe | str, request: pytest.FixtureRequest
+) -> None:
+    if isinstance(recipe, str):
+        request.getfixturevalue("every_layout")
+        recipe = CurrentScaling()
     # without autocast, in which the CPU's `_scaled_mm` rounds twice, but not inside a graph
     eager = converted(recipe, "bf16")
     model = copy.deepcopy(eager)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ScalingType = F.ScalingType
-# a Hopper GPU: the only one that multiplies operands in blocks
+# a Hopper GPU: the only one that multiplies operands in blocks; tests may replace it by a Blackwell one
 CAPABILITY = (9, 0)
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -203,11 +203,15 @@ def _product(
     """Scales are ``[rows or 1, blocks along K or 1]``."""
     # _scaled_gemm, with the layouts of cublasCommonArgs, cuda/cuBlasCommonArgs.h
     by_rows = _lies_by_rows(a), not _lies_by_rows(b)
-    _require(all(by_rows), "_scaled_gemm: Only multiplication of row-major and column-major matrices is supported")
+    # torch asks on Hopper; on Ada, cuBLASLt knows no other layout
+    known = all(by_rows) or CAPABILITY[0] in (10, 11)
+    _require(known, "_scaled_gemm: Only multiplication of row-major and column-major matrices is supported")
     values = []
-    for operand, scales in ((a, a_scales), (b.t(), b_scales)):
-        (_, k), pitch = operand.shape, operand.stride(0)
-        _require(pitch >= k and pitch % ALIGNMENT == 0, f"cuBLASLt: rows of {k} bytes cannot lie {pitch} bytes apart")
+    for operand, scales, k_major in ((a, a_scales, by_rows[0]), (b.t(), b_scales, by_rows[1])):
+        k = operand.shape[1]
+        width, pitch = (k, operand.stride(0)) if k_major else (len(operand), operand.stride(1))
+        fits = pitch >= width and pitch % ALIGNMENT == 0
+        _require(fits, f"cuBLASLt: rows of {width} bytes cannot lie {pitch} bytes apart")
         _require(operand.data_ptr() % ALIGNMENT == 0, "cuBLASLt: operands begin at multiples of 16 bytes")
         along_k = scales if scales.shape[1] == 1 else scales.repeat_interleave(128, 1)[:, :k]
         values.append(operand.double() * along_k)

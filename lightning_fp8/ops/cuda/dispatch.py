@@ -17,7 +17,8 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
-from lightning_fp8.ops.library import needs_transposed_payload
+from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
+from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.ops.operand import (
     ALIGNMENT,
     CurrentScale,
@@ -96,11 +97,16 @@ def cast_weights(
     kernel: Kernel, weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
 ) -> list[Fp8Operand]:
     """See :func:`lightning_fp8.ops.basic.cast_weights`; in blocks by one launch, else by two. No weight is empty."""
-    payloads = [
-        new_payloads(weight, weight.shape, "both") if kept is None else kept[:2]
-        for weight, kept in zip(weights, out, strict=True)
-    ]
-    return _cast_weights(kernel, weights, slots, payloads)
+    in_blocks, payloads, views = bool(slots[0].current.blocks), [], []
+    for weight, kept in zip(weights, out, strict=True):
+        is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
+        made = new_payloads(weight, weight.shape, "rows" if is_view else "both") if kept is None else kept[:2]
+        # a view that compiled code reads stays the same object
+        views.append((made[0].t() if kept is None else made[1]) if is_view else None)
+        payloads.append((made[0], nothing(weight, torch.uint8)) if is_view else made)
+    operands = _cast_weights(kernel, weights, slots, payloads)
+    pairs = zip(operands, views, strict=True)
+    return [one if view is None else one._replace(by_columns=view) for one, view in pairs]
 
 
 def _cast_weights(
@@ -127,7 +133,7 @@ def _cast_weights(
 
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     """``max|w|`` of many weights on one device, ``[count] float32``; in one launch if there is a kernel for it."""
-    kernel = weights_kernel(weights[0].device, False) if needs_transposed_payload(weights[0]) else None
+    kernel = weights_kernel(weights[0].device, False) if on_gpu(weights[0]) else None
     if kernel is None or not all(weight.numel() for weight in weights):
         return torch.stack([max_abs(weight) for weight in weights])
     table = casts.weight_table([casts.Weight(weight) for weight in weights])
@@ -141,6 +147,8 @@ def cast_gradient(
     """See :func:`lightning_fp8.ops.cuda.plain.cast_gradient`; in blocks where the slot is."""
     if slot.current.blocks:
         return _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
+    if layout != "rows" and not needs_transposed_payload(dy.device, (dy if h is None else h).shape):
+        return _with_view(cast_gradient(dy, h, activation, slot, "rows", bias))
     kernel = cast_kernel(dy.device, dy.dtype, slot.format, activation, h is not None) if dy.numel() else None
     if kernel is None or (h is not None and h.dtype != dy.dtype):
         return plain.cast_gradient(dy, h, activation, slot, layout, bias)
@@ -171,6 +179,8 @@ def cast_gated_gradients(
     gate: Tensor, up: Tensor, dy: Tensor, slots: tuple[Slot, Slot], layout: str, biases: Sequence[bool]
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
+    if layout != "rows" and not needs_transposed_payload(dy.device, dy.shape):
+        return [*map(_with_view, cast_gated_gradients(gate, up, dy, slots, "rows", biases))]
     kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
     if kernel is None or gate.dtype != dy.dtype:
         parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
@@ -204,6 +214,13 @@ def update_scales(
         plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
     elif amax.numel():
         scales.update_scales(kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
+
+
+def _with_view(
+    cast: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A cast by rows, with the payload by columns as a view of it."""
+    return cast[0], cast[0].t(), *cast[2:]
 
 
 def _used(result: casts.Result) -> Tensor:

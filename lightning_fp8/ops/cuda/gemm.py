@@ -120,7 +120,7 @@ def _launch(found: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | Non
 
 def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
-    payload = plain.padded(payload)
+    payload = plain.padded(payload).contiguous()
     return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
 
 

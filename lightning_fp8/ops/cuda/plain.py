@@ -21,6 +21,7 @@ from lightning_fp8.ops.amaxes import (
     update_scales,
 )
 from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.cuda.layouts import as_taken
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
 from lightning_fp8.runtime.warn_once import warn_once
@@ -91,8 +92,8 @@ def aligned_mm(
         # cuBLASLt reads it without its stride; a `.to` that does nothing takes the host as long as an allocation
         fused = bias if bias.dtype == out_dtype and bias.is_contiguous() else bias.to(out_dtype).contiguous()
     out = torch._scaled_mm(
-        a.payload.contiguous().view(FORMATS[a.format].dtype),
-        b.payload.contiguous().view(FORMATS[b.format].dtype).mT,
+        as_taken(a.payload).view(FORMATS[a.format].dtype),
+        as_taken(b.payload).view(FORMATS[b.format].dtype).mT,
         a.scale_inv,
         b.scale_inv,
         fused,
@@ -238,11 +239,11 @@ def as_torch_takes(operand: Fp8Tensor, multiple: int) -> tuple[Tensor, Tensor, F
     scales, added = (scale_inv.t(), missing) if by_rows else (scale_inv, -scale_inv.shape[1] % 4)
     scales = F.pad(scales, (0, added)) if added else scales.contiguous()
     kind = F.ScalingType.BlockWise1x128 if by_rows else F.ScalingType.BlockWise128x128
-    return padded(payload, missing).view(FORMATS[fmt].dtype), scales.t(), kind
+    return padded(payload, missing).contiguous().view(FORMATS[fmt].dtype), scales.t(), kind
 
 
 def padded(payload: Tensor, rows: int = 0) -> Tensor:
-    """The payload, contiguous, with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
+    """The payload with additional rows of zeros, and its columns padded to cuBLASLt's alignment."""
     columns = -payload.shape[1] % ALIGNMENT
     # padding by nothing would copy
-    return F.pad(payload, (0, columns, 0, rows)) if rows or columns else payload.contiguous()
+    return F.pad(payload, (0, columns, 0, rows)) if rows or columns else payload

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from kernels_cuda.compile import KernelsUnavailable, cached_by_version, check_driver, nvrtc_version
+from lightning_fp8.ops.cuda import layouts
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_version, package_version
 from lightning_fp8.tools.doctor.diagnosis import CANNOT, SLOWER, Diagnosis
@@ -27,6 +28,7 @@ def describe(findings: Diagnosis, devices: list[torch.device], compiles: bool) -
     Unless kernels are to be compiled, it is no problem that CuPy is not installed.
     """
     rows = [(str(gpu), asked(partial(_description, gpu))) for gpu in devices] or [("GPU", "none")]
+    rows += [(f"FP8 operands on {gpu}", asked(partial(_operands, findings, gpu))) for gpu in devices]
     driver, number = driver_cuda(), driver_version()
     cuda = f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "no CUDA"
     rows.append(("driver", f"{number or 'version not known'}, {cuda}" if driver or number else "none"))
@@ -59,6 +61,21 @@ def _description(gpu: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(gpu)
     memory = asked(lambda: f"{torch.cuda.get_device_properties(gpu).total_memory / 2**30:.0f} GiB")
     return f"{torch.cuda.get_device_name(gpu)}, compute capability {major}.{minor}, {memory}"
+
+
+def _operands(findings: Diagnosis, gpu: torch.device) -> str:
+    """Which layouts of operands products take, those with one scale for each tensor."""
+    if not layouts.is_expected(gpu):
+        return "K-major: casts write a payload and its transpose"
+    failure = layouts.probe(gpu)
+    if failure is None:
+        return "every layout, tested: casts write one payload"
+    findings.problem(
+        SLOWER,
+        f"torch._scaled_mm does not take every layout of its operands on {gpu}: {failure}",
+        "Casts write a payload and its transpose instead, with the same results. `pip install --upgrade torch`.",
+    )
+    return "FAILED: casts write a payload and its transpose"
 
 
 def _cupy(driver: int) -> str:

@@ -1,0 +1,215 @@
+"""Where products take every layout of their operands, casts write one payload: the same numbers from fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import strict_scaled_mm
+import torch
+from copied_bytes import copied_bytes
+from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from kernels_cuda import casts
+from lightning_fp8 import CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8.modules.compiled_casts import keep_compiled_casts
+from lightning_fp8.ops.cuda import layouts, plain
+from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.scaling.recipe import Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, HIDDEN),
+    # sizes that are no multiples of 16: of an output, an input, and a weight on both sides
+    "ragged": lambda: nn.Sequential(nn.Linear(WIDTH, 40), nn.Linear(40, 20), nn.Linear(20, WIDTH)),
+    "k by n": lambda: nn.Sequential(Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)),
+    **{name: BLOCKS[name] for name in ("gelu", "Llama", "Phi-3", "encoder layer")},
+}
+DELAYED = DelayedScaling(amax_history_len=4)
+
+
+def steps(model: nn.Module, tokens: tuple[int, ...]) -> list[Tensor]:
+    """Outputs, gradients and weights of steps with so many tokens."""
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: list[Tensor] = []
+    for count in tokens:
+        x = torch.randn(count, WIDTH, generator=generator).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().square().mean().backward()
+        scaling_state(model).update()
+        optimizer.step()
+        parameters = [one for one in model.parameters() if one.grad is not None]
+        found += [y.detach(), *(one.grad for one in (x, *parameters)), *(one.detach().clone() for one in parameters)]  # type: ignore[list-item]
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, CurrentScaling()], ids=lambda recipe: recipe.precision)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_numbers_are_those_with_a_transposed_payload(
+    layer: str, recipe: Recipe, cuda_half: Counter[str], request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(0)
+    model = convert(LAYERS[layer](), recipe, min_features=0)
+    twin = copy.deepcopy(model)
+    # the second number of tokens is no multiple of 16
+    expected = steps(model, (64, 77, 64))
+    cuda_half.clear()
+    request.getfixturevalue("every_layout")
+    assert all(map(torch.equal, steps(twin, (64, 77, 64)), expected))
+    assert sum(cuda_half.values()) > 0
+
+
+def uint8_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of all payloads among these, each memory once."""
+    memory = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if one.dtype == torch.uint8
+    }
+    return sum(memory.values())
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_bytes_that_casts_write_and_backward_keeps(
+    every: bool, cuda_half: Counter[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if every:
+        request.getfixturevalue("every_layout")
+    written: list[int] = []
+    launch = casts.cast_transpose
+
+    def counting(kernel: Any, x: Tensor, result: casts.Result, *rest: Any) -> None:
+        written.append(sum(one.nbytes for one in (result.y, result.y_t) if one is not None))
+        launch(kernel, x, result, *rest)
+
+    monkeypatch.setattr(casts, "cast_transpose", counting)
+    model = convert(nn.Linear(WIDTH, HIDDEN), DELAYED)
+    steps(model, (64, 64))
+    written.clear()
+    saved: list[Tensor] = []
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        y = model(x)
+    y.sum().backward()
+    # of bf16, a cast reads two bytes an element and writes one in place of two
+    payloads = 1 if every else 2
+    assert written == [payloads * 64 * WIDTH, payloads * 64 * HIDDEN]
+    # the input is kept once in any case
+    assert uint8_bytes(saved) == 64 * WIDTH + WIDTH * HIDDEN
+    operand = model.fp8[""].weight_cast._cast
+    assert uint8_bytes([operand.by_rows, operand.by_columns]) == payloads * WIDTH * HIDDEN
+    assert torch.equal(operand.by_columns, operand.by_rows.t())
+
+
+def refreshed(model: nn.Module) -> Counter[str]:
+    """What is copied where weights are cast for compiled code once more."""
+    gemms = [gemm for layer in model.modules() for gemm in getattr(layer, "fp8", {}).values()]
+    for _ in range(2):
+        with copied_bytes() as copied, keep_compiled_casts(gemms, record=True):
+            pass
+        with torch.no_grad():
+            for gemm in gemms:
+                gemm.weight.mul_(1.5)
+    return copied
+
+
+@pytest.mark.parametrize("layer", ["linear", "gelu", "k by n"])
+def test_casts_for_compiled_code_are_written_in_place(
+    layer: str, cuda_half: Counter[str], request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(0)
+    model = convert(LAYERS[layer](), DELAYED)
+    expected = refreshed(model)
+    request.getfixturevalue("every_layout")
+    # scales alone
+    assert refreshed(convert(LAYERS[layer](), DELAYED)) == expected
+
+
+def test_a_frozen_base_keeps_one_byte_a_parameter(cuda_half: Counter[str], request: pytest.FixtureRequest) -> None:
+    def gradient() -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).requires_grad_(False)
+        convert(model, CurrentScaling(), frozen_weights="fp8")
+        x = torch.randn(64, WIDTH, requires_grad=True)
+        model(x).square().sum().backward()
+        held = [one.content for one in model.parameters() if hasattr(one, "content")]
+        return x.grad, [one for content in held for one in vars(content).values() if isinstance(one, Tensor)]  # type: ignore[return-value]
+
+    expected, with_transposes = gradient()
+    request.getfixturevalue("every_layout")
+    found, alone = gradient()
+    assert torch.equal(found, expected)
+    assert (uint8_bytes(with_transposes), uint8_bytes(alone)) == (4 * WIDTH * HIDDEN, 2 * WIDTH * HIDDEN)
+
+
+@pytest.mark.usefixtures("strict_products", "every_layout")
+@pytest.mark.parametrize(("rows", "columns"), [(48, 32), (48, 40), (40, 48), (33, 17), (16, 16)])
+def test_products_of_views_are_those_of_copies(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    codes = (
+        torch.randint(0, 120, shape, generator=generator, dtype=torch.uint8) for shape in ((64, rows), (64, columns))
+    )
+    a, b = (Fp8Tensor(one.t(), torch.tensor(0.5), "e4m3") for one in codes)
+    expected = [one._replace(payload=one.payload.contiguous()) for one in (a, b)]
+    bias = torch.randn(columns)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = plain.scaled_mm(a, b, bias, dtype, False)
+        assert torch.equal(made, plain.scaled_mm(*expected, bias, dtype, False))
+
+
+@pytest.mark.usefixtures("strict_products")
+def test_the_probe_finds_a_layout_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, real = torch.device("cpu"), strict_scaled_mm._product
+    assert "MN-major, raises _scaled_gemm: Only multiplication of row-major" in str(layouts.probe(cpu))
+    monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
+    assert layouts.probe(cpu) is None
+
+    def misreading(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        # an operand that is read as if it were K-major
+        return real(a if a.is_contiguous() else torch.as_strided(a, a.shape, (a.shape[1], 1)), b, *rest)
+
+    monkeypatch.setattr(strict_scaled_mm, "_product", misreading)
+    assert "torch.bfloat16 of operands in e4m3 and e4m3, MN-major and K-major, has other sums" in str(
+        layouts.probe(cpu)
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "failure", "takes"),
+    [((9, 0), None, False), ((12, 0), None, False), ((10, 0), None, True), ((10, 3), "other sums", False)],
+)
+def test_the_property_of_a_device(
+    capability: tuple[int, int], failure: str | None, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(layouts, "probe", lambda device: probed.append(device) or failure)
+    layouts._passes.cache_clear()
+    gpu = torch.device("cuda", 0)
+    if failure is None:
+        assert layouts.takes_every_layout(gpu) is takes
+    else:
+        with pytest.warns(UserWarning, match=r"on cuda:0 do not take every layout .*other sums.* write a transposed"):
+            assert layouts.takes_every_layout(gpu) is takes
+    layouts.takes_every_layout(gpu)
+    # once, and only where it is expected to pass
+    assert probed == ([gpu] if capability[0] == 10 else [])
+    layouts._passes.cache_clear()
+    if takes:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="tested for the first time while a CUDA graph is captured"):
+            layouts.takes_every_layout(gpu)
+
+
+@pytest.mark.cuda
+def test_layouts_on_the_device() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    assert (layouts.probe(gpu) is None) == layouts.takes_every_layout(gpu) or not layouts.is_expected(gpu)
