@@ -53,17 +53,17 @@ ended_within() {
 
 # step NAME SECONDS COMMAND...
 step() {
-    local name=$1 seconds=$2 began=$EPOCHREALTIME limit process teller status
+    local name=$1 seconds=$2 began=$EPOCHREALTIME limit grace process teller status
     shift 2
-    limit=$(calculated "$seconds * ${LIMIT_SCALE:-1}")
+    limit=$(calculated "$seconds * ${LIMIT_SCALE:-1}") grace=$(calculated "5 * ${LIMIT_SCALE:-1}")
     printf '\n=== %s, at most %s s: %s\n' "$name" "$limit" "${*@Q}" | tee -a "$log"
     rm -f "$pipe" && mkfifo "$pipe"
     tee -a "$log" <"$pipe" &
     teller=$!
-    timeout -k 5 "$limit" "$@" </dev/null >"$pipe" 2>&1 &
+    timeout -k "$grace" "$limit" "$@" </dev/null >"$pipe" 2>&1 &
     process=$!
     # a process may be stuck in the driver, where no signal ends it
-    ended_within "$(calculated "$limit + 10")" "$process"
+    ended_within "$(calculated "$limit + 2 * $grace")" "$process"
     status=$?
     kill -0 "$process" 2>/dev/null && status=stuck
     # processes that a step leaves behind may hold its output open

@@ -164,7 +164,7 @@ case "$*" in
     *) exit 0 ;;
 esac""",
     )  # fmt: skip
-    ran, steps = run(tmp_path, 1, scale=0.05, limit_s=200)
+    ran, steps = run(tmp_path, 1, scale=0.03, limit_s=200)
     subprocess.run(["kill", left.read_text().strip(), stuck.read_text().strip()], check=True)
     assert ran.returncode == 1
     status = {step.name: step.status for step in steps}
