@@ -7,12 +7,16 @@ maths       out[m, n] = (sum over k of a[m, k] * b[n, k]) * a_scale_inv * b_scal
             multiplied by them when it is added to the others in fp32:
             out[m, n] = sum over steps of ((sum over the 128 k of a step of a[m, k] * b[n, k]) * a_scale_inv[m, step]
                         * b_scale_inv[n / B_SCALE_ROWS, step]) + bias[n]
+            With B_SCALE_ROWS 1 and without PROMOTE every 32 along K have scales, powers of two that the tensor cores
+            multiply by
 tensors     a    [m, k] FP8, rows contiguous, k a multiple of 16
             b    [n, k] FP8, rows contiguous
             out  [m, n] fp32, bf16 or fp16, rows `out_stride` elements apart, each at a multiple of 16 bytes
             bias [n] in the format that `bias_format` names
             a_scale_inv, b_scale_inv  [1] fp32; with blocks [m, ceil(k / 128)] and [ceil(n / B_SCALE_ROWS),
-                 ceil(k / 128)], with any strides: fastest where neighbouring rows are neighbours in memory
+                 ceil(k / 128)], with any strides: fastest where neighbouring rows are neighbours in memory. For every
+                 32 along K, tiles of 512 bytes in E8M0, each for 128 rows and 128 along K, those of the same rows one
+                 after the other: the scale of row r and block c of a tile is in byte r % 32 * 16 + r / 32 * 4 + c
 splits      > 1: part s of K goes to rows s * split_rows ... of out, which is then fp32; without bias. sum_splits.cu
             adds the parts up
 */

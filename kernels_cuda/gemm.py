@@ -62,9 +62,10 @@ def gemm(
             outputs.
         configuration: how it is divided among blocks.
         a: ``[M, K] uint8``, contiguous, K a multiple of 16; its scale_inv ``[] float32``, in blocks
-            ``[M, ceil(K/128)]`` with any strides.
+            ``[M, ceil(K/128)]`` with any strides, or in E8M0 ``[ceil(M/128) * ceil(K/128) * 512] uint8`` in the order
+            of ``gemm.cuh``, at a multiple of 8 bytes.
         b: ``[N, K] uint8``, contiguous; its scale_inv ``[] float32``, in blocks ``[N, ceil(K/128)]`` or
-            ``[ceil(N/128), ceil(K/128)]``, as the variant says.
+            ``[ceil(N/128), ceil(K/128)]``, as the variant says, or in E8M0 as that of a.
         out: ``[M, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
         split: divides K among blocks, whose sums are then added, always in the same order.
@@ -87,9 +88,8 @@ def gemm(
         k,
         0 if addend is None else _BIAS[addend.dtype],
         splits,
-        # strides of block scales; a single scale has none
-        *a_scale_inv.stride(),
-        *b_scale_inv.stride(),
+        # strides of block scales; a single scale has none, and those in E8M0 have an order of their own
+        *(stride for scales in (a_scale_inv, b_scale_inv) if scales.dim() == 2 for stride in scales.stride()),
     )
     clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":

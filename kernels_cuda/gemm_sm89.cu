@@ -5,9 +5,12 @@ maths       see gemm.cuh. The tensor cores accumulate fewer bits than fp32 has; 
             scales: a thread loads those of its 8 rows and 8 columns (or the one that these share) from global memory
             when the first of the 128 are multiplied. That takes 16 registers (9 if shared) and, for 64 sums, 128
             multiply-adds and products (64 and 8 if shared) instead of 64 additions
+            With blocks and without PROMOTE (sm_120 only) the tensor cores themselves multiply by the scales. A word has
+            those of a row for 128 along K, and a thread brings two words of a and one of b, which it loads while the
+            128 before are multiplied
 tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
-variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES; with
-            PROMOTE also B_SCALE_ROWS 0|1|128
+variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES,
+            B_SCALE_ROWS 0|1, with PROMOTE also 128
 tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps computes 64 x 32 as 4 x 4 mma of 16 x 8, in
             steps of 64 along K:
 
@@ -44,7 +47,7 @@ struct Arguments {
     const u8* b;
     long long a_stride, b_stride;
     Gemm gemm;
-#if B_SCALE_ROWS
+#if B_SCALE_ROWS && PROMOTE
     ScaleStrides strides;
 #endif
 };
@@ -100,18 +103,24 @@ struct Copier {
     }
 };
 
-/* The scales of 128 along K for the rows and columns of this thread's sums; `row` and `column` are the warp's first.
-   Rows and columns outside of a and b take the scale of the last one. */
-#if B_SCALE_ROWS
-static_assert(PROMOTE && BLOCK_N == SCALED_TOGETHER, "columns of a tile share a scale");
+/* The scales of a step, for this warp's sums from `row` and `column` on, if blocks have any. `load` is called before
+   each step, `multiply` is an mma, and `of` is what promoted sums are multiplied by. */
+#if B_SCALE_ROWS && PROMOTE
+/* Those of this thread's sums, for 128 along K. Rows and columns outside of a and b take the scale of the last one. */
+static_assert(BLOCK_N == SCALED_TOGETHER, "columns of a tile share a scale");
 struct StepScales {
+    const Arguments& arguments;
+    int row, column;
     float of_a[MMAS_M][2], of_b[MMAS_N][2];
-    __device__ void load(const Arguments& arguments, int row, int column, int step) {
+    __device__ StepScales(const Arguments& arguments, int row, int column, int)
+        : arguments(arguments), row(row), column(column) {}
+    __device__ void load(int step) {
+        if (step % STEPS_PROMOTED != 0) return;
         const Gemm& gemm = arguments.gemm;
         const ScaleStrides& strides = arguments.strides;
         const int lane = threadIdx.x % 32;
-        const float* a = gemm.a_scale_inv + (long long)step * strides.a_step;
-        const float* b = gemm.b_scale_inv + (long long)step * strides.b_step;
+        const float* a = gemm.a_scale_inv + (long long)(step / STEPS_PROMOTED) * strides.a_step;
+        const float* b = gemm.b_scale_inv + (long long)(step / STEPS_PROMOTED) * strides.b_step;
 #pragma unroll
         for (int i = 0; i < 2 * MMAS_M; ++i) {
             const int m = min(row + 8 * i + lane / 4, gemm.m - 1);
@@ -123,11 +132,61 @@ struct StepScales {
             of_b[j / 2][j % 2] = b[(long long)(n / B_SCALE_ROWS) * strides.b_row];
         }
     }
+    __device__ void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], int, int, int) const {
+        mma(sums, a, b);
+    }
     __device__ float of(int i, int j, int element) const { return of_a[i][element / 2] * of_b[j][element % 2]; }
+};
+#elif B_SCALE_ROWS
+// rows, and elements along K, whose scales are a tile
+constexpr int SCALE_TILE = 128, SCALE_TILE_BYTES = 512;
+static_assert(BLOCK_M == SCALE_TILE && BLOCK_N == SCALE_TILE && BLOCK_K * STEPS_PROMOTED == SCALE_TILE, "whole tiles");
+static_assert(MMAS_M == 4 && MMAS_N == 4, "two words hold the scales of a warp's 64 rows, one those of its 32 columns");
+/* Those of 128 along K that this lane brings, of row 8 (lane % 4) + lane / 4 of every 32, and those of the next 128. */
+struct StepScales {
+    const u8 *a, *b;
+    int tiles;
+    uint2 of_a, next_of_a;
+    u32 of_b, next_of_b;
+    __device__ StepScales(const Arguments& arguments, int row, int column, int step) {
+        tiles = (arguments.gemm.k + SCALE_TILE - 1) / SCALE_TILE;
+        a = of_lane(arguments.gemm.a_scale_inv, row);
+        b = of_lane(arguments.gemm.b_scale_inv, column);
+        load_next(step / STEPS_PROMOTED);
+    }
+    /* In a tile, the words of rows r, r + 32, r + 64 and r + 96 lie together. */
+    __device__ const u8* of_lane(const float* scales, int row) const {
+        const u8* tile = reinterpret_cast<const u8*>(scales) + (long long)(row / SCALE_TILE) * tiles * SCALE_TILE_BYTES;
+        const int lane = threadIdx.x % 32;
+        return tile + (lane % 4 * 8 + lane / 4) * 16 + row % SCALE_TILE / 32 * 4;
+    }
+    __device__ void load_next(int tile) {
+        const int offset = min(tile, tiles - 1) * SCALE_TILE_BYTES;
+        next_of_a = *reinterpret_cast<const uint2*>(a + offset);
+        next_of_b = *reinterpret_cast<const u32*>(b + offset);
+    }
+    __device__ void load(int step) {
+        if (step % STEPS_PROMOTED == 0) {
+            of_a = next_of_a;
+            of_b = next_of_b;
+            load_next(step / STEPS_PROMOTED + 1);
+        } else {   // to the other two blocks
+            of_a = make_uint2(of_a.x >> 16, of_a.y >> 16);
+            of_b >>= 16;
+        }
+    }
+    __device__ void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], int i, int j, int block) const {
+        mma_scaled(sums, a, b, i < 2 ? of_a.x : of_a.y, of_b, block, i % 2, j);
+    }
+    __device__ float of(int, int, int) const { return 1.0f; }
 };
 #else
 struct StepScales {
-    __device__ void load(const Arguments&, int, int, int) {}
+    __device__ StepScales(const Arguments&, int, int, int) {}
+    __device__ void load(int) {}
+    __device__ void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], int, int, int) const {
+        mma(sums, a, b);
+    }
     __device__ float of(int, int, int) const { return 1.0f; }
 };
 #endif
@@ -148,7 +207,8 @@ struct Sums {
 };
 
 /* Adds a stage's 64 along K to the sums of this warp's 64 x 32. */
-__device__ __forceinline__ void multiply(Sums& sums, u32 stage, int warp_row, int warp_column) {
+__device__ __forceinline__ void multiply(Sums& sums, const StepScales& scales, u32 stage, int warp_row,
+                                         int warp_column) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece += 2) {
@@ -165,7 +225,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 stage, int warp_row, in
 #pragma unroll
         for (int i = 0; i < MMAS_M; ++i)
 #pragma unroll
-            for (int j = 0; j < MMAS_N; ++j) mma(sums.of[i][j], a[i], b[j]);
+            for (int j = 0; j < MMAS_N; ++j) scales.multiply(sums.of[i][j], a[i], b[j], i, j, piece / 2);
     }
 }
 
@@ -223,16 +283,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
     };
     for (int stage = 0; stage < STAGES - 1; ++stage) copy(work.first_step + stage, stage);
     Sums sums = {}, partial = {};
-    StepScales scales;
+    StepScales scales(arguments, work.row + warp_row, work.column + warp_column, work.first_step);
     int stage = 0;
     for (int step = work.first_step; step < work.end_step; ++step) {
         copy_wait<STAGES - 2>();
         // all threads' copies have arrived, and no thread still reads the operands of the previous step
         __syncthreads();
         copy(step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
-        if (step % STEPS_PROMOTED == 0)
-            scales.load(arguments, work.row + warp_row, work.column + warp_column, step / STEPS_PROMOTED);
-        multiply(PROMOTE ? partial : sums, stages + stage * STAGE_BYTES, warp_row, warp_column);
+        scales.load(step);
+        multiply(PROMOTE ? partial : sums, scales, stages + stage * STAGE_BYTES, warp_row, warp_column);
         if (PROMOTE && (step % STEPS_PROMOTED == STEPS_PROMOTED - 1 || step + 1 == work.end_step)) sums.add(partial, scales);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

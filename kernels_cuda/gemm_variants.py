@@ -59,7 +59,7 @@ class Configuration(NamedTuple):
 
     @property
     def blocks_layout(self) -> str:
-        """The layout of the argument struct where blocks have scales."""
+        """The layout of the argument struct where blocks have scales in fp32."""
         return self._layout(_STRIDES)
 
     def _layout(self, strides: str) -> str:
@@ -96,6 +96,13 @@ def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configur
     return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
 
 
+def mx_configurations(capability: tuple[int, int]) -> tuple[Configuration, ...]:
+    """The configurations for operands with scales in E8M0 for every 32 along K, possibly none: the consumer GPUs of
+    Blackwell multiply by such scales in an ``mma``, those of the data centre in other instructions, which cuBLASLt has.
+    """
+    return _SM89[False] if capability[0] == 12 else ()
+
+
 def variant(
     configuration: Configuration,
     a_format: str,
@@ -107,7 +114,8 @@ def variant(
     """The definitions that make a family one kernel.
 
     ``b_scale_rows``, with ``promote``: the rows of b that share a scale, 1 or 128, where a and b have scales for every
-    128 elements along K; 0 where whole tensors have one scale.
+    128 elements along K; 0 where whole tensors have one scale. Without ``promote``, 1: every 32 elements have scales in
+    E8M0, of e4m3 only.
     """
     shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
     cluster = (f"CLUSTER={configuration.cluster}",) if configuration.family == "gemm_sm90" else ()

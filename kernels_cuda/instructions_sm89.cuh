@@ -43,3 +43,16 @@ __device__ __forceinline__ void mma(float (&sums)[4], const u32 (&a)[4], const u
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+/* The same on sm_120 where each row of a and of b has a scale, in E8M0: in byte `byte` of the word that lane
+   4 (m % 8) + 2 a_thread + m / 8 brings for row m of a, and lane 4 n + b_thread for row n of b. All three are constants
+   once loops are unrolled: a_thread is 0..1, the others are 0..3. */
+__device__ __forceinline__ void mma_scaled(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], u32 a_scales,
+                                           u32 b_scales, int byte, int a_thread, int b_thread) {
+    asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32." QUOTED(A_FORMAT)
+        "." QUOTED(B_FORMAT) ".f32.ue8m0 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, %10, {%12, %13}, %11, {%12, %14};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(a_scales), "r"(b_scales),
+          "h"((u16)byte), "h"((u16)a_thread), "h"((u16)b_thread));
+}

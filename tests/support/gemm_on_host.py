@@ -28,13 +28,12 @@ class Chosen(NamedTuple):
 
 
 def load(chosen: Chosen, late: bool = True) -> HostKernel:
-    """On Hopper, copies and products happen as late as a device may do them, or as early."""
+    """Copies, on Hopper products too, happen as late as a device may do them, or as early."""
     one, output, formats, promote, b_scale_rows = chosen
     defines = gemm_variants.variant(one, *formats, output, promote, b_scale_rows)
-    layout = one.blocks_layout if b_scale_rows else one.layout
+    layout = one.blocks_layout if b_scale_rows and promote else one.layout
     kernel = HostKernel((one.family, defines), layout, one.threads, 0, one.shared_bytes)
-    if one.family == "gemm_sm90":
-        ctypes.c_int.in_dll(kernel._library, "late").value = late
+    ctypes.c_int.in_dll(kernel._library, "late").value = late
     return kernel
 
 

@@ -24,10 +24,18 @@ class TensorCores(NamedTuple):
     bits: int
     kept: int
 
-    def sums(self, a: Tensor, b: Tensor, formats: tuple[str, str], promote: bool) -> Tensor:
+    def sums(
+        self,
+        a: Tensor,
+        b: Tensor,
+        formats: tuple[str, str],
+        promote: bool,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """``a [M, K] @ b [N, K]^T`` of values in these formats, fp64.
 
-        With ``promote``, sums start anew every 128, and these partial sums are added in fp32.
+        With ``promote``, sums start anew every 128, and these partial sums are added in fp32. ``scales`` are exponents,
+        of the powers of two by which products are multiplied, ``[M, ceil(K/32)]`` and ``[N, ceil(K/32)]``.
         """
         a_exponents, b_exponents = (exponents(values, fmt) for values, fmt in zip((a, b), formats))
         total, sums = torch.zeros(len(a), len(b)), torch.zeros(len(a), len(b), dtype=torch.float64)
@@ -35,8 +43,10 @@ class TensorCores(NamedTuple):
             if promote and k % 128 == 0:
                 total, sums = total + sums.float(), torch.zeros_like(sums)
             its = slice(k, k + self.together)
-            terms = torch.cat([a[:, None, its] * b[:, its], sums[..., None]], dim=2)
-            aligned_by = a_exponents[:, None, its] + b_exponents[:, its]
+            shift = torch.zeros(()) if scales is None else scales[0][:, None, k // 32] + scales[1][:, k // 32]
+            products = torch.ldexp(a[:, None, its] * b[:, its], shift[..., None])
+            terms = torch.cat([products, sums[..., None]], dim=2)
+            aligned_by = a_exponents[:, None, its] + b_exponents[:, its] + shift[..., None]
             unit = torch.maximum(aligned_by.amax(dim=2), exponents(sums)).sub(self.bits).exp2()
             fraction, exponent = torch.frexp((terms / unit[..., None]).trunc().sum(dim=2) * unit)
             sums = torch.ldexp((fraction * 2.0 ** (self.kept + 1)).trunc(), exponent - self.kept - 1)

@@ -83,7 +83,7 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
     always promote.
     """
     if a.scale_inv.dtype == b.scale_inv.dtype == torch.uint8:
-        return plain.scaled_mm_mx(a, b, bias, output)
+        return _mx(a, b, bias, output, gemm)
     is_mixed = not are_in_blocks(a, b)
     if is_mixed:
         k = min(a.payload.shape[1], b.payload.shape[1])
@@ -100,6 +100,14 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
     if is_mixed and not plain.multiplies_blocks(a, b):
         return plain.scaled_mm_dequantized(a, b, bias, output)
     return plain.scaled_mm_in_blocks(a, b, bias, output)
+
+
+def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
+    """:func:`scaled_mm` where both operands have scales in E8M0."""
+    (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
+    choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k, mx=True)
+    found = kernels.kernels_of(choice, device, a.format, b.format, output, False, 1)
+    return plain.scaled_mm_mx(a, b, bias, output) if found is None else _launch(found, a, b, bias, output)
 
 
 def _launch(found: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:

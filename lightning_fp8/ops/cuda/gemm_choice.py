@@ -9,7 +9,7 @@ import threading
 import torch
 from torch import distributed
 
-from kernels_cuda.gemm_variants import Configuration, configurations
+from kernels_cuda.gemm_variants import Configuration, configurations, mx_configurations
 from lightning_fp8.ops.cuda import gemm_table, gemm_timing, kernels
 from lightning_fp8.ops.cuda.gemm_table import Choice, Product, Row
 from lightning_fp8.ops.cuda.gemm_timing import Run
@@ -103,16 +103,18 @@ def choose(
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_in_blocks(device: torch.device, gemm: str, m: int, n: int, k: int) -> Choice:
+def choose_in_blocks(device: torch.device, gemm: str, m: int, n: int, k: int, mx: bool = False) -> Choice:
     """:func:`choose` where each block of the operands has a scale: ours by :func:`estimated` if the GPU has any.
 
-    cuBLASLt for ``"cublaslt"``, and if there is no kernel.
+    With ``mx``, scales are in E8M0. cuBLASLt for ``"cublaslt"``, and if there is no kernel.
     """
     check_gemm(gemm)
     if gemm == "cublaslt" or device.type != "cuda" or backend() == "reference" or 0 in (m, n, k):
         return Choice(None)
     gpu = torch.cuda.get_device_properties(device)
-    ours = configurations((gpu.major, gpu.minor), True)
+    capability = gpu.major, gpu.minor
+    ours = mx_configurations(capability) if mx else configurations(capability, True)
+    # sums of either kind are in fp32, so parts of K may be
     return estimated(ours, m, n, k, True, gpu.multi_processor_count) if ours else Choice(None)
 
 

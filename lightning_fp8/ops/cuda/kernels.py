@@ -93,6 +93,11 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         for rows in (1, gemm.SCALE_ROWS)
         for output in gemm_variants.OUTPUTS
     ]
+    in_blocks += [
+        _gemm_variant(one, "e4m3", "e4m3", output, False, 1)
+        for one in gemm_variants.mx_configurations(capability)
+        for output in gemm_variants.OUTPUTS
+    ]
     default = [*of_casts, _weights_variant(False), _update_variant(), *_gemm_variants(capability, every)]
     return [*default, *in_blocks] if every else default
 
@@ -234,10 +239,11 @@ def _gemm_variant(
     b_scale_rows: int = 0,
 ) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows)
+        mx = bool(b_scale_rows) and not promote
+        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows, mx)
 
     defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
-    layout = configuration.blocks_layout if b_scale_rows else configuration.layout
+    layout = configuration.blocks_layout if b_scale_rows and promote else configuration.layout
     return Variant(configuration.family, defines, layout, configuration.threads, test, configuration.shared_bytes)
 
 

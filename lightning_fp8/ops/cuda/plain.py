@@ -168,12 +168,15 @@ def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
 
 
 def check_mx(capability: tuple[int, int]) -> None:
-    """RuntimeError unless cuBLASLt multiplies operands with scales in E8M0 on such a GPU."""
-    if capability[0] not in (10, 11):
+    """RuntimeError unless tensor cores multiply operands with scales in E8M0 on such a GPU, as cuBLASLt lets them.
+
+    Source: cuBLAS, "Scaling Mode Support Overview", where 32-element 1D block scaling has compute capability 10.0+.
+    """
+    if capability < (10, 0):
         raise RuntimeError(
             "fp8-mx has no product here: it needs tensor cores that take a scale for every 32 elements, as those of"
-            f" compute capability 10.x (B200, GB200, B300), got {capability[0]}.{capability[1]}. Use"
-            " precision='fp8-block' or 'fp8-current' here."
+            " compute capability 10.0 and newer (Blackwell: B200, B300, RTX 50 series), got"
+            f" {capability[0]}.{capability[1]}. Use precision='fp8-block' or 'fp8-current' here."
         )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from kernels_cuda import gemm as kernels
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops.amaxes import by_element
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.amaxes import MX_BLOCK, by_element
 from lightning_fp8.ops.formats import FORMATS
 
 _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
@@ -29,10 +30,11 @@ def gemm(
     output: torch.dtype,
     kernel: Kernel,
     b_scale_rows: int = 0,
+    mx: bool = False,
 ) -> str | None:
     """More whole tiles than run at once, and partial ones; with a bias; with block scales if the kernel uses them."""
     for m, n, k in _shapes(configuration, kernel):
-        operands, expected, margin = _problem(m, n, k, a_format, b_format, b_scale_rows)
+        operands, expected, margin = _problem(m, n, k, a_format, b_format, b_scale_rows, mx)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
         out = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=output, device=device)[:, :n]
         a, b = ((payload.to(device), scale_inv.to(device)) for payload, scale_inv in operands)
@@ -80,13 +82,22 @@ def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Te
     return a.mul_(_A_SCALE_INV).t(), b.mul_(_B_SCALE_INV).t()
 
 
+def _mx_scales(rows: int, k: int, smallest: int, seed: int) -> Tensor:
+    """Codes of several magnitudes, ``[rows, ceil(k/32)]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(smallest, smallest + 7, (rows, -(-k // MX_BLOCK)), dtype=torch.uint8, generator=generator)
+
+
 # in a row, the variants of a configuration differ in the output alone; more than both shapes would be a lot of memory
 @functools.lru_cache(maxsize=2)
 def _problem(
-    m: int, n: int, k: int, a_format: str, b_format: str, b_scale_rows: int
+    m: int, n: int, k: int, a_format: str, b_format: str, b_scale_rows: int, mx: bool
 ) -> tuple[tuple[kernels.Operand, kernels.Operand], Tensor, Tensor]:
     """a and b; their product in fp32; and how far the tensor cores' sums may be from it."""
     a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
+    if mx:
+        # down to the smallest scale there is; products are of the size of the bias
+        return _mx_problem((a, _mx_scales(m, k, 238, 3)), (b, _mx_scales(n, k, 0, 4)))
     scales = torch.tensor(_A_SCALE_INV), torch.tensor(_B_SCALE_INV)
     if b_scale_rows:
         scales = _block_scales(m, n, k, b_scale_rows)
@@ -99,6 +110,19 @@ def _problem(
         a_values @ b_values.t(),
         a_values.abs() @ b_values.abs().t() * _ACCUMULATION,
     )
+
+
+def _mx_problem(
+    a: kernels.Operand, b: kernels.Operand
+) -> tuple[tuple[kernels.Operand, kernels.Operand], Tensor, Tensor]:
+    """:func:`_problem` of e4m3 with these codes of scales, in fp64, as the values exceed the range of fp32."""
+    a_values, b_values = (
+        payload.view(FORMATS["e4m3"].dtype).double()
+        * e8m0.values_of(codes).double().repeat_interleave(MX_BLOCK, 1)[:, : payload.shape[1]]
+        for payload, codes in (a, b)
+    )
+    tiles = tuple((payload, e8m0.to_tiles(codes)) for payload, codes in (a, b))
+    return tiles, a_values @ b_values.t(), a_values.abs() @ b_values.abs().t() * _ACCUMULATION  # type: ignore[return-value]
 
 
 def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:

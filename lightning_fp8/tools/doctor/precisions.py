@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from kernels_cuda.gemm_variants import configurations
+from kernels_cuda.gemm_variants import configurations, mx_configurations
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.ops.cuda.plain import check_blocks, check_mx
 from lightning_fp8.scaling.recipe import RECIPES
@@ -29,7 +29,10 @@ def describe(
         runs = "yes" if capability >= _BF16_CAPABILITY else f"no: compute capability {capability[0]}.{capability[1]}"
         rows += [(str(device), precision, runs, "-", "-", "-") for precision in _BF16]
         per_tensor = _fp8(findings, device, unfit, ready, compile)
-        found = {"fp8-block": _in_blocks(capability, per_tensor, ready), "fp8-mx": _in_mx(capability, per_tensor)}
+        found = {
+            "fp8-block": _in_blocks(capability, per_tensor, ready),
+            "fp8-mx": _in_mx(capability, per_tensor, ready),
+        }
         rows += [(str(device), precision, *found.get(precision, per_tensor)) for precision in RECIPES]
     rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
     rows += [("cpu", precision, "yes", _REFERENCE, _REFERENCE, _REFERENCE) for precision in RECIPES]
@@ -64,7 +67,7 @@ def _in_blocks(
     runs, _, scales, _ = per_tensor
     if runs != "yes":
         return per_tensor
-    own = f"{_OWN} (tested at first use)" if ready and _backend() not in (None, "reference") else _TORCH
+    own = _own(ready) or _TORCH
     if own != _TORCH and configurations(capability, promote=True):
         return runs, own, scales, own
     try:
@@ -74,7 +77,14 @@ def _in_blocks(
     return runs, own, scales, "torch's scaled_mm (cuBLASLt)"
 
 
-def _in_mx(capability: tuple[int, int], per_tensor: tuple[str, str, str, str]) -> tuple[str, str, str, str]:
+def _own(ready: bool) -> str | None:
+    """Our kernels, which are tested when they are used; None where they are not."""
+    return f"{_OWN} (tested at first use)" if ready and _backend() not in (None, "reference") else None
+
+
+def _in_mx(
+    capability: tuple[int, int], per_tensor: tuple[str, str, str, str], ready: bool
+) -> tuple[str, str, str, str]:
     """The cells of ``fp8-mx``."""
     runs, _, scales, _ = per_tensor
     if runs != "yes":
@@ -83,7 +93,8 @@ def _in_mx(capability: tuple[int, int], per_tensor: tuple[str, str, str, str]) -
         check_mx(capability)
     except RuntimeError as error:
         return f"no: {error}", "-", "-", "-"
-    return runs, _TORCH, scales, "torch's scaled_mm (cuBLASLt)"
+    own = _own(ready) if mx_configurations(capability) else None
+    return runs, _TORCH, scales, own or "torch's scaled_mm (cuBLASLt)"
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:

@@ -62,3 +62,26 @@ __attribute__((no_sanitize("undefined"))) static float accumulate(float sum, con
     std::memcpy(&kept, &bits, 8);
     return (float)kept * unit;
 }
+
+/* The same on sm_120 where all products are multiplied by 2^scale, a product of two scales in E8M0, which exceeds the
+   range of fp32. What is kept of the result is in that range. */
+static float accumulate_scaled(float sum, const float* a, const short* a_exponents, const float* b,
+                               const short* b_exponents, int scale) {
+    const int bits = 25, kept = 23, smallest = -126;
+    int exponent = ZERO;
+    double plain = sum;
+    for (int k = 0; k < 32; ++k) {
+        const int of_product = a_exponents[k] + b_exponents[k];
+        if (of_product > ZERO / 2) exponent = std::max(exponent, of_product + scale);
+        plain += (double)a[k] * b[k];
+    }
+    if (sum != 0) exponent = std::max({exponent, std::ilogb(sum), smallest});
+    if (!std::isfinite(plain) || exponent == ZERO) return (float)plain;
+    const double unit = std::ldexp(1.0, exponent - bits), of_products = std::ldexp(1.0, scale) / unit;
+    long long total = (long long)(sum / unit);
+    for (int k = 0; k < 32; ++k) total += (long long)((double)a[k] * b[k] * of_products);
+    if (total == 0) return 0.0f;
+    const double exact = (double)total * unit;
+    const double last = std::ldexp(1.0, std::max(std::ilogb(exact), smallest) - kept);
+    return (float)(std::trunc(exact / last) * last);
+}

@@ -20,7 +20,7 @@ struct Copies {
     std::vector<Copy> open;
 };
 struct Words {
-    u32 of[32][6];
+    u32 of[32][8];
 };
 
 static std::vector<u8> memory;
@@ -78,24 +78,51 @@ void wait_for_copies(u32 pending) {
     }
 }
 
-void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_format, const char* b_format) {
-    const Values* formats[2] = {&values(a_format), &values(b_format)};
-    const u32 lane = threadIdx.x % 32;
-    const Words& words = exchanged({a[0], a[1], a[2], a[3], b[0], b[1]});
-    for (u32 i = 0; i < 4; ++i) {
+/* Of the factors of a lane's sum, those of a and those of b: values, and the exponents that they are aligned by. */
+struct Factors {
+    float of[2][32];
+    short exponents[2][32];
+    Factors(const Words& words, u32 sum, const char* a_format, const char* b_format) {
+        const Values* formats[2] = {&values(a_format), &values(b_format)};
         // a's rows lane / 4 and 8 more, b's rows 2 (lane % 4) and the next; four of K to a word, 16 to a quarter warp
-        const u32 rows[2] = {lane / 4, 2 * (lane % 4) + i % 2}, first[2] = {i / 2, 4}, apart[2] = {2, 1};
-        float of[2][32];
-        short exponents[2][32];
+        const u32 lane = threadIdx.x % 32, rows[2] = {lane / 4, 2 * (lane % 4) + sum % 2};
+        const u32 first[2] = {sum / 2, 4}, apart[2] = {2, 1};
         for (u32 side = 0; side < 2; ++side)
             for (u32 k = 0; k < 32; ++k) {
                 const u32 word = words.of[4 * rows[side] + k % 16 / 4][first[side] + k / 16 * apart[side]];
                 of[side][k] = formats[side]->of[word >> 8 * (k % 4) & 255];
                 exponents[side][k] = formats[side]->exponents[word >> 8 * (k % 4) & 255];
             }
+    }
+};
+
+void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_format, const char* b_format) {
+    const Words& words = exchanged({a[0], a[1], a[2], a[3], b[0], b[1]});
+    for (u32 i = 0; i < 4; ++i) {
+        const Factors factors(words, i, a_format, b_format);
+        const auto& of = factors.of;
+        const auto& exponents = factors.exponents;
         if (fraction_bits == 25) sums[i] = accumulate<32, 25, 23>(sums[i], of[0], exponents[0], of[1], exponents[1]);
         else for (u32 k = 0; k < 32; k += 16)
             sums[i] = accumulate<16, 13, 13>(sums[i], of[0] + k, exponents[0] + k, of[1] + k, exponents[1] + k);
+    }
+}
+
+/* PTX ISA, "Block Scaling for mma.sync", for .scale_vec::1X: thread-id-a names a pair of lanes in each quad, the first
+   with the scale of the quad's row and the second with that of the row 8 below; thread-id-b names one lane. */
+void mma_scaled(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], u32 a_scales, u32 b_scales, int byte,
+                int a_thread, int b_thread, const char* a_format, const char* b_format) {
+    if ((byte & ~3) || (a_thread & ~1) || (b_thread & ~3)) fail("no such scale", byte << 16 | a_thread << 8 | b_thread);
+    const Words& words = exchanged({a[0], a[1], a[2], a[3], b[0], b[1], a_scales, b_scales});
+    const u32 lane = threadIdx.x % 32;
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 a_lane = lane / 4 * 4 + 2 * a_thread + i / 2, b_lane = 4 * (2 * (lane % 4) + i % 2) + b_thread;
+        const u32 a_scale = words.of[a_lane][6] >> 8 * byte & 255, b_scale = words.of[b_lane][7] >> 8 * byte & 255;
+        const Factors factors(words, i, a_format, b_format);
+        const bool is_nan = a_scale == 255 || b_scale == 255;
+        sums[i] = is_nan ? NAN
+                         : accumulate_scaled(sums[i], factors.of[0], factors.exponents[0], factors.of[1],
+                                             factors.exponents[1], (int)(a_scale + b_scale) - 2 * 127);
     }
 }
 }  // namespace sm89

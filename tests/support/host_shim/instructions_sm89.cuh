@@ -17,6 +17,8 @@ namespace sm89 {
 void begin(u32 shared_bytes);
 void wait_for_copies(u32 pending);
 void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_format, const char* b_format);
+void mma_scaled(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], u32 a_scales, u32 b_scales, int byte,
+                int a_thread, int b_thread, const char* a_format, const char* b_format);
 }  // namespace sm89
 
 void copy_async(u32 to, const void* from, int bytes);
@@ -33,5 +35,9 @@ static inline u32 shared_address() {
 }
 static inline void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     sm89::mma(sums, a, b, STRING(A_FORMAT), STRING(B_FORMAT));
+}
+static inline void mma_scaled(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], u32 a_scales, u32 b_scales,
+                              int byte, int a_thread, int b_thread) {
+    sm89::mma_scaled(sums, a, b, a_scales, b_scales, byte, a_thread, b_thread, STRING(A_FORMAT), STRING(B_FORMAT));
 }
 #endif

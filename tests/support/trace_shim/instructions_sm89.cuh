@@ -12,3 +12,4 @@ static inline void load_matrices(u32& first, u32& second, u32& third, u32& fourt
     first = second = third = fourth = 0;
 }
 static inline void mma(float (&)[4], const u32 (&)[4], const u32 (&)[2]) {}
+static inline void mma_scaled(float (&)[4], const u32 (&)[4], const u32 (&)[2], u32, u32, int, int, int) {}

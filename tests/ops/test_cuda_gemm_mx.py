@@ -1,0 +1,74 @@
+"""Products with scales in E8M0 as sm_120 runs them: what the self-test finds, and which product is chosen."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import pytest
+import torch
+from host_kernels import HostKernel
+from torch import Tensor
+
+from kernels_cuda import gemm_variants
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.cuda import self_test_gemm
+
+CPU = torch.device("cpu")
+(CONFIGURATION,) = gemm_variants.mx_configurations((12, 0))
+# among the arguments: the scales of a and b, then sizes
+A_SCALES, B_SCALES, M, N, K = 4, 5, 9, 10, 11
+
+
+def kernel(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> HostKernel:
+    defines = gemm_variants.variant(CONFIGURATION, "e4m3", "e4m3", output, False, 1)
+    made = kind((CONFIGURATION.family, defines), CONFIGURATION.layout, CONFIGURATION.threads, 0)
+    made.multiprocessors = 1
+    return made
+
+
+def self_test(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> str | None:
+    return self_test_gemm.gemm(CPU, CONFIGURATION, "e4m3", "e4m3", output, kernel(output, kind), 1, mx=True)
+
+
+@pytest.mark.parametrize("output", gemm_variants.OUTPUTS)
+def test_the_kernel_passes_its_self_test(output: torch.dtype) -> None:
+    assert self_test(output) is None
+
+
+def last_block(codes: Tensor) -> Tensor:
+    return torch.cat([codes[:, :-1], codes[:, -2:-1]], 1)
+
+
+# a change of the codes [rows, blocks], with which a kernel would read the right ones
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the next row": lambda codes: codes.roll(1, 0),
+    "the row 8 below": lambda codes: codes.roll(8, 0),
+    "the row 16 below": lambda codes: codes.roll(16, 0),
+    "the next quarter of a tile": lambda codes: codes.roll(32, 0),
+    "the next tile of rows": lambda codes: codes.roll(128, 0),
+    "the next block": lambda codes: codes.roll(1, 1),
+    "the next word": lambda codes: codes.roll(4, 1),
+    "the last block from the one before": last_block,
+    "exponents off by one": lambda codes: codes + 1,
+    "no order of tiles": lambda codes: codes.flatten().roll(0).unflatten(0, codes.shape),
+}
+
+
+@pytest.mark.parametrize("scales", [A_SCALES, B_SCALES], ids=["a", "b"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_self_test_finds_scales_of_others(fault: str, scales: int) -> None:
+    class Faulty(HostKernel):
+        def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
+            sizes, given = arguments[M : K + 1], list(arguments)
+            rows, blocks = sizes[scales - A_SCALES], -(-sizes[2] // 32)
+            read = (ctypes.c_uint8 * e8m0.to_tiles(torch.zeros(rows, blocks)).numel()).from_address(given[scales])
+            tiles = torch.frombuffer(read, dtype=torch.uint8)
+            if fault == "no order of tiles":
+                changed = e8m0.from_tiles(tiles, -(-rows // 128) * 128, -(-blocks // 4) * 4).flatten().contiguous()
+            else:
+                changed = e8m0.to_tiles(FAULTS[fault](e8m0.from_tiles(tiles, rows, blocks)))
+            given[scales] = changed.data_ptr()
+            super().__call__(grid, *given)
+
+    assert "other sums" in str(self_test(torch.float32, Faulty))
