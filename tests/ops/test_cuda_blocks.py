@@ -228,24 +228,27 @@ def test_what_no_kernel_takes_goes_to_torch(chosen: Counter[str], monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("capability", "gemm", "family"),
+    ("capability", "gemm", "family", "of_mx"),
     [
-        ((9, 0), "auto", "gemm_sm90"),
-        ((8, 9), "rawkernel", "gemm_sm89"),
-        ((12, 0), "auto", "gemm_sm89"),
-        ((10, 0), "auto", None),
-        ((9, 0), "cublaslt", None),
+        ((9, 0), "auto", "gemm_sm90", None),
+        ((8, 9), "rawkernel", "gemm_sm89", None),
+        ((12, 0), "auto", "gemm_sm89", "gemm_sm89"),
+        ((12, 1), "rawkernel", "gemm_sm89", "gemm_sm89"),
+        ((10, 0), "auto", None, None),
+        ((9, 0), "cublaslt", None, None),
+        ((12, 0), "cublaslt", None, None),
     ],
 )
 def test_the_choice_by_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], gemm: str, family: str | None
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], gemm: str, family: str | None, of_mx: str | None
 ) -> None:
     gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     gemm_choice.choose_in_blocks.cache_clear()
-    choice = gemm_choice.choose_in_blocks(torch.device("cuda", 0), gemm, 8192, 4096, 4096)
+    product = torch.device("cuda", 0), gemm, 8192, 4096, 4096
+    choices = [gemm_choice.choose_in_blocks(*product, mx=mx) for mx in (False, True)]
     gemm_choice.choose_in_blocks.cache_clear()
-    assert (choice.configuration and choice.configuration.family) == family
+    assert [one.configuration and one.configuration.family for one in choices] == [family, of_mx]
 
 
 def kernel(square: bool, kind: type[HostKernel] = HostKernel) -> HostKernel:

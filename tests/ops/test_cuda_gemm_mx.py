@@ -1,23 +1,60 @@
-"""Products with scales in E8M0 as sm_120 runs them: what the self-test finds, and which product is chosen."""
+"""Products with scales in E8M0 as sm_120 runs them: the launches of a layer, and what the self-test finds.
+
+``tests/scaling/test_mx.py`` compares these products with the definition.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from host_kernels import HostKernel
+from in_blocks import linear
+from sqnr import sqnr
 from torch import Tensor
 
 from kernels_cuda import gemm_variants
+from lightning_fp8 import MXScaling
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.cuda import self_test_gemm
+from lightning_fp8.ops.cuda import gemm_choice, kernels, self_test_gemm
+from lightning_fp8.ops.cuda.gemm_choice import Choice
 
 CPU = torch.device("cpu")
 (CONFIGURATION,) = gemm_variants.mx_configurations((12, 0))
 # among the arguments: the scales of a and b, then sizes
 A_SCALES, B_SCALES, M, N, K = 4, 5, 9, 10, 11
+
+
+def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients of a layer."""
+    layer, x = linear(MXScaling(), 300, 40, bias=True), x.clone().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, layer.weight.grad  # type: ignore[return-value]
+
+
+INPUT = torch.randn(130, 300, generator=torch.Generator().manual_seed(0))
+EXPECTED = step(INPUT)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_layer_launches_three_products(splits: int, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_, mx: Choice(CONFIGURATION, splits))
+    for actual, expected in zip(step(INPUT), EXPECTED, strict=True):
+        assert sqnr(actual, expected) > 110
+    launched = Counter(name.split()[0] for name in cuda_half.elements())
+    assert launched["gemm_sm89"] == sum(name.endswith("PROMOTE=0 B_SCALE_ROWS=1") for name in cuda_half.elements()) == 3
+    assert launched["sum_splits"] == (3 if splits == 2 else 0)
+
+
+def test_without_the_kernel_torch_multiplies(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_, mx: Choice(CONFIGURATION))
+    monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: None)
+    for actual, expected in zip(step(INPUT), EXPECTED, strict=True):
+        assert sqnr(actual, expected) > 110
 
 
 def kernel(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> HostKernel:

@@ -96,7 +96,12 @@ def test_kernels_that_can_be_compiled_ahead(capability: tuple[int, int]) -> None
             gemm_variants.configurations(capability, True), gemm_variants.OUTPUTS, (1, 128)
         )
     }
+    in_blocks |= {
+        " ".join((one.family, *gemm_variants.variant(one, "e4m3", "e4m3", output, False, 1)))
+        for one, output in product(gemm_variants.mx_configurations(capability), gemm_variants.OUTPUTS)
+    }
     assert everything > {*of_casts, *gemms[True], *sums, *in_blocks}
+    assert any("PROMOTE=0 B_SCALE_ROWS=1" in name for name in everything) == (capability == (12, 0))
     assert sum(name.startswith(("cast_blocks", "cast_weights")) for name in everything) == 2 + len(casts.INPUTS)
 
 

@@ -14,9 +14,12 @@ from sqnr import sqnr
 from torch import Tensor
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
+from kernels_cuda.gemm_variants import mx_configurations
 from lightning_fp8 import MXScaling, convert, export, ops, scaling_state
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element
+from lightning_fp8.ops.cuda import gemm_choice
+from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.cuda.plain import check_mx, mx_payload
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
@@ -24,10 +27,15 @@ from lightning_fp8.scaling import ScalingState
 BOTH = pytest.mark.parametrize("recipe", [MXScaling(), MXScaling(weight_blocks=(32, 32))], ids=str)
 
 
-@pytest.fixture(params=["cpu", "cuda_half"])
-def half(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["cpu", "cuda_half", "sm_120"])
+def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Products by torch; on sm_120 by its kernel."""
     if request.param != "cpu":
-        request.getfixturevalue(request.param)
+        request.getfixturevalue("cuda_half")
+    if request.param == "sm_120":
+        (ours,) = mx_configurations((12, 0))
+        # there is no choice where a size is 0
+        monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *sizes, mx: Choice(None if 0 in sizes else ours))
     return str(request.param)
 
 
@@ -203,9 +211,11 @@ def test_operands_as_the_hardware_takes_them(recipe: MXScaling, half: str) -> No
 
 
 def test_what_is_refused_by_name(tmp_path: Any) -> None:
-    check_mx((10, 0))
-    for capability in ((8, 9), (9, 0), (12, 0)):
-        with pytest.raises(RuntimeError, match=r"fp8-mx has no product here: .* compute capability 10\.x"):
+    for capability in ((10, 0), (10, 3), (11, 0), (12, 1)):
+        check_mx(capability)
+    for capability in ((8, 9), (9, 0)):
+        said = rf"fp8-mx has no product here: .* 10\.0 and newer \(.*\), got {capability[0]}\.{capability[1]}\. Use"
+        with pytest.raises(RuntimeError, match=said):
             check_mx(capability)
     with pytest.raises(ValueError, match=r"MXScaling: `weight_blocks` must be \(1, 32\) or \(32, 32\), got \(128,"):
         MXScaling(weight_blocks=(128, 128))

@@ -164,6 +164,26 @@ def test_blocks_run_on_kernels_on_cublaslt_or_not(
     assert found["bf16-true"]["runs"] == ("yes" if capability >= (8, 0) else expected[0])
 
 
+CUBLASLT, NO_MX = "torch's scaled_mm (cuBLASLt)", "no: fp8-mx has no product here"
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "expected"),
+    [
+        ((9, 0), "auto", (NO_MX, "-")),
+        ((10, 0), "auto", ("yes", CUBLASLT)),
+        ((12, 0), "auto", ("yes", TESTED)),
+        ((12, 0), "reference", ("yes", CUBLASLT)),
+    ],
+)
+def test_mx_runs_on_a_kernel_on_cublaslt_or_not(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backend: str, expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
+    row = described(monkeypatch, capability)[1]["fp8-mx"]
+    assert (row["runs"].split(": it")[0], row["GEMMs"]) == expected
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 def test_gemms_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     texts = []

@@ -11,7 +11,7 @@ from kernels_cuda import gemm as kernels
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import MX_BLOCK, by_element
+from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 
 _A_SCALE_INV, _B_SCALE_INV = 0.05, 0.02
@@ -83,9 +83,9 @@ def _block_scales(m: int, n: int, k: int, b_scale_rows: int) -> tuple[Tensor, Te
 
 
 def _mx_scales(rows: int, k: int, smallest: int, seed: int) -> Tensor:
-    """Codes of several magnitudes, ``[rows, ceil(k/32)]``."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(smallest, smallest + 7, (rows, -(-k // MX_BLOCK)), dtype=torch.uint8, generator=generator)
+    """Scales of several magnitudes, in E8M0 from this code on."""
+    generator, shape = torch.Generator().manual_seed(seed), (rows, -(-k // e8m0.BLOCK))
+    return e8m0.to_tiles(torch.randint(smallest, smallest + 7, shape, dtype=torch.uint8, generator=generator))
 
 
 # in a row, the variants of a configuration differ in the output alone; more than both shapes would be a lot of memory
@@ -95,14 +95,17 @@ def _problem(
 ) -> tuple[tuple[kernels.Operand, kernels.Operand], Tensor, Tensor]:
     """a and b; their product in fp32; and how far the tensor cores' sums may be from it."""
     a, b = _operand(m, k, a_format, 1), _operand(n, k, b_format, 2)
-    if mx:
-        # down to the smallest scale there is; products are of the size of the bias
-        return _mx_problem((a, _mx_scales(m, k, 238, 3)), (b, _mx_scales(n, k, 0, 4)))
     scales = torch.tensor(_A_SCALE_INV), torch.tensor(_B_SCALE_INV)
-    if b_scale_rows:
+    if mx:
+        # down to the smallest scale that there is; products are of the size of the bias
+        scales = _mx_scales(m, k, 238, 3), _mx_scales(n, k, 0, 4)
+    elif b_scale_rows:
         scales = _block_scales(m, n, k, b_scale_rows)
     a_values, b_values = (
-        payload.view(FORMATS[its_format].dtype).float().mul_(by_element(scale, payload) if b_scale_rows else scale)
+        # values with scales in E8M0 exceed the range of fp32
+        payload.view(FORMATS[its_format].dtype)
+        .to(torch.float64 if mx else torch.float32)
+        .mul_(by_element(scale, payload) if b_scale_rows else scale)
         for payload, its_format, scale in zip((a, b), (a_format, b_format), scales, strict=True)
     )
     return (
@@ -110,19 +113,6 @@ def _problem(
         a_values @ b_values.t(),
         a_values.abs() @ b_values.abs().t() * _ACCUMULATION,
     )
-
-
-def _mx_problem(
-    a: kernels.Operand, b: kernels.Operand
-) -> tuple[tuple[kernels.Operand, kernels.Operand], Tensor, Tensor]:
-    """:func:`_problem` of e4m3 with these codes of scales, in fp64, as the values exceed the range of fp32."""
-    a_values, b_values = (
-        payload.view(FORMATS["e4m3"].dtype).double()
-        * e8m0.values_of(codes).double().repeat_interleave(MX_BLOCK, 1)[:, : payload.shape[1]]
-        for payload, codes in (a, b)
-    )
-    tiles = tuple((payload, e8m0.to_tiles(codes)) for payload, codes in (a, b))
-    return tiles, a_values @ b_values.t(), a_values.abs() @ b_values.abs().t() * _ACCUMULATION  # type: ignore[return-value]
 
 
 def _difference(actual: Tensor, expected: Tensor, margin: Tensor) -> str | None:
