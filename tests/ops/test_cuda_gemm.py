@@ -14,10 +14,11 @@ from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
-from lightning_fp8 import BlockScaling, DelayedScaling, convert, ops, scaling_state
+from lightning_fp8 import BlockScaling, DelayedScaling, MXScaling, convert, ops, scaling_state
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.cuda
 GUARD = 512
@@ -202,11 +203,14 @@ def test_block_kernels_pass_their_self_tests(gpu: torch.device) -> None:
     assert [name for name, failure in failures.items() if failure is not None] == [], failures
 
 
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=lambda recipe: recipe.precision)
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (333, 250, 1000), (1, 16, 100)])
-def test_training_products_in_blocks(gpu: torch.device, shape: tuple[int, int, int]) -> None:
+def test_training_products_in_blocks(gpu: torch.device, shape: tuple[int, int, int], recipe: Recipe) -> None:
     """fprop, dgrad and wgrad of a layer, repeatable, against fp64."""
+    if isinstance(recipe, MXScaling) and torch.cuda.get_device_capability(gpu) < (10, 0):
+        pytest.skip("no tensor cores for MX")
     m, n, k = shape
-    layer = convert(nn.Linear(k, n, bias=False), BlockScaling()).to(gpu)
+    layer = convert(nn.Linear(k, n, bias=False), recipe).to(gpu)
     x = (torch.randn(m, k, device=gpu) * torch.randn(m, 1, device=gpu).exp()).requires_grad_()
     dy, runs = torch.randn(m, n, device=gpu), []
     for _ in range(2):
