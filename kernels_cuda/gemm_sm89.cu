@@ -7,7 +7,8 @@ maths       see gemm.cuh. The tensor cores accumulate fewer bits than fp32 has; 
             multiply-adds and products (64 and 8 if shared) instead of 64 additions
             With blocks and without PROMOTE (sm_120 only) the tensor cores themselves multiply by the scales. A word has
             those of a row for 128 along K, and a thread brings two words of a and one of b, which it loads while the
-            128 before are multiplied
+            128 before are multiplied. Sums stay in the tensor cores, whose terms have 25 bits behind the largest there,
+            by MMA-Sim (github.com/microsoft/MMA-Sim)
 tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES,
             B_SCALE_ROWS 0|1, with PROMOTE also 128

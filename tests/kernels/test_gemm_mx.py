@@ -155,11 +155,7 @@ def test_compiles_without_spills(output: torch.dtype, arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_instructions(arch: str) -> None:
     found = instructions(FAMILY, arch)
-    # a warp's 64 x 32 x 64 in mma of 16 x 8 x 32, times the unrolling of the main loop
-    products = count(found, r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8")
-    assert products > 0, found
-    assert products % 32 == 0, found
-    assert count(found, r".MMA\..*") == products, found
+    assert count(found, r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8") == count(found, r".MMA\..*") == 32, found
     assert not count(found, r"(LDL|STL|CALL)\b.*"), "local memory"
     # of 128 along K, once before the loop and once in it
     assert count(found, r"LDG\.E\.64") == 2, found
@@ -168,7 +164,7 @@ def test_instructions(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_each_mma_has_the_scales_of_its_rows(arch: str) -> None:
     """The last operand selects them: 2 bits for the byte of a, 1 for its lanes, 2 for the byte of b, 2 for its lane."""
-    lines, _ = program(FAMILY, arch)
+    lines, labels = program(FAMILY, arch)
     constants, found = {"URZ": 0}, Counter[int]()
     for line in lines:
         if moved := re.search(r" UMOV (UR\d+), (0x[0-9a-f]+)", line):
@@ -176,5 +172,9 @@ def test_each_mma_has_the_scales_of_its_rows(arch: str) -> None:
         elif product := re.search(r"QMMA\.SF.* (UR\w+) ;", line):
             found[constants[product[1]]] += 1
     every = itertools.product((0, 1), (0, 1), range(4))
-    # each twice: for two words of a
+    # each twice: for two words of a; in a step of 64, a warp's 64 x 32 x 64 in mma of 16 x 8 x 32
     assert found == {byte | a_lanes << 2 | byte << 3 | b_lane << 5: 2 for byte, a_lanes, b_lane in every}
+    jumps = ((place, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for place, line in enumerate(lines))
+    loops = (lines[labels[jump[1]] : place + 1] for place, jump in jumps if jump)
+    # kernels_cuda/README.md has the figure
+    assert min(len(loop) for loop in loops if sum("QMMA" in line for line in loop) == 32) <= 170

@@ -42,7 +42,7 @@ EXPECTED = step(INPUT)
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_layer_launches_three_products(splits: int, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_, mx: Choice(CONFIGURATION, splits))
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(CONFIGURATION, splits))
     for actual, expected in zip(step(INPUT), EXPECTED, strict=True):
         assert sqnr(actual, expected) > 110
     launched = Counter(name.split()[0] for name in cuda_half.elements())
@@ -51,7 +51,7 @@ def test_a_layer_launches_three_products(splits: int, cuda_half: Counter[str], m
 
 
 def test_without_the_kernel_torch_multiplies(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_, mx: Choice(CONFIGURATION))
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(CONFIGURATION))
     monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: None)
     for actual, expected in zip(step(INPUT), EXPECTED, strict=True):
         assert sqnr(actual, expected) > 110

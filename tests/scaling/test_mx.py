@@ -35,7 +35,7 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "sm_120":
         (ours,) = mx_configurations((12, 0))
         # there is no choice where a size is 0
-        monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *sizes, mx: Choice(None if 0 in sizes else ours))
+        monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *sizes: Choice(None if 0 in sizes else ours))
     return str(request.param)
 
 

@@ -105,7 +105,7 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
 def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
     """:func:`scaled_mm` where both operands have scales in E8M0."""
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
-    choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k, mx=True)
+    choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k, True)
     found = kernels.kernels_of(choice, device, a.format, b.format, output, False, 1)
     return plain.scaled_mm_mx(a, b, bias, output) if found is None else _launch(found, a, b, bias, output)
 
