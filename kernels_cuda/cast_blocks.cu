@@ -17,8 +17,7 @@ bytes       as for cast_transpose, bf16 in both layouts 4 an element, and 4 / 12
 ceiling     memory bandwidth: 63 us for 8192 x 8192 at a measured 4.3 TB/s
 reference   a scale for each block, and lightning_fp8.ops.reference.saturating_cast with it
 */
-#define TILE_WIDTH 128
-#include "cast_tile.cuh"
+#include "block_tile.cuh"
 
 struct Arguments {
     Tensors tensors;
@@ -35,56 +34,14 @@ struct BlockMemory {
     float scales[TILE_COLUMNS + TILE_ROWS];
 };
 
-/* Codes of a thread's elements; `scale(i, j)` is that of row i, column j. */
-template <class Scale>
-__device__ __forceinline__ void encode(u32 (&codes)[THREAD_ROWS][2], const Loaded<INPUT>& x, const Scale& scale) {
-#pragma unroll
-    for (int i = 0; i < THREAD_ROWS; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const auto scaled = [&](int j) { return x.get(i, 4 * half + j) * scale(i, 4 * half + j); };
-            codes[i][half] = E4M3::codes(scaled(0), scaled(1)) | (E4M3::codes(scaled(2), scaled(3)) << 16);
-        }
-}
-
-/* Keeps the elements as they lie in memory until they are needed again: two codes of each would need 64 registers. */
-__device__ __forceinline__ void keep_packed(Loaded<INPUT>& x) {
-#pragma unroll
-    for (int i = 0; i < THREAD_ROWS; ++i)
-#pragma unroll
-        for (u32& word : x.rows[i].words) forget_origin(word);
-}
-
-/* Writes the maxima of this thread's rows over the tile, and of its columns over the warp, to shared memory. */
+/* The maxima of this thread's rows over the tile, and of its columns over the warp, to shared memory. */
 __device__ __forceinline__ void leave_maxima(const Loaded<INPUT>& x, TileMemory& memory, BlockMemory& blocks) {
-    float of_rows[THREAD_ROWS] = {}, of_columns[THREAD_COLUMNS] = {};
-#pragma unroll
-    for (int i = 0; i < THREAD_ROWS; ++i)
-#pragma unroll
-        for (int j = 0; j < THREAD_COLUMNS; ++j) {
-            of_rows[i] = max_magnitude(of_rows[i], x.get(i, j));
-            of_columns[j] = max_magnitude(of_columns[j], x.get(i, j));
-        }
-    const u32 t = threadIdx.x, lane = t % 32;
-#pragma unroll
-    for (int apart = 1; apart < THREADS_ACROSS; apart *= 2)
-#pragma unroll
-        for (int i = 0; i < THREAD_ROWS; ++i)
-            of_rows[i] = max_magnitude(of_rows[i], __shfl_xor_sync(0xffffffffu, of_rows[i], apart));
-#pragma unroll
-    for (int apart = THREADS_ACROSS; apart < 32; apart *= 2)
-#pragma unroll
-        for (int j = 0; j < THREAD_COLUMNS; ++j)
-            of_columns[j] = max_magnitude(of_columns[j], __shfl_xor_sync(0xffffffffu, of_columns[j], apart));
-    if (lane % THREADS_ACROSS == 0)
+    float of_rows[THREAD_ROWS];
+    find_maxima<THREADS_ACROSS>(of_rows, x, memory);
+    const u32 t = threadIdx.x;
+    if (t % THREADS_ACROSS == 0)
         *reinterpret_cast<float4*>(&blocks.of_rows[t / THREADS_ACROSS * THREAD_ROWS]) = {of_rows[0], of_rows[1],
                                                                                          of_rows[2], of_rows[3]};
-    if (lane < THREADS_ACROSS) {
-        // in the memory of the column sums, which is not used yet
-        float4* target = reinterpret_cast<float4*>(&memory.sums[t / 32 * TILE_COLUMNS + lane * THREAD_COLUMNS]);
-        target[0] = {of_columns[0], of_columns[1], of_columns[2], of_columns[3]};
-        target[1] = {of_columns[4], of_columns[5], of_columns[6], of_columns[7]};
-    }
 }
 
 /* One scale a thread: of column t, or of row t - TILE_COLUMNS. The rows' maxima also give the tile's. */
@@ -144,15 +101,7 @@ __device__ __forceinline__ void cast_tile_of_blocks(const Arguments& arguments, 
         store_columns(codes, tensors.out, tensors, memory, tile_row, tile_column);
     }
     keep_packed(x);
-    if (tensors.out.column_sums) {
-        float sums[THREAD_COLUMNS] = {};
-#pragma unroll
-        for (int i = 0; i < THREAD_ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < THREAD_COLUMNS; ++j) sums[j] += x.get(i, j);
-        float* of_tile = tensors.out.column_sums + (long long)tile_row * tensors.columns;
-        sum_columns(sums, of_tile, memory, tile_column, tensors.columns);
-    }
+    store_sums(x, tensors, memory, tile_row, tile_column);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(INPUT::Element) == 2 ? 2 : 1)

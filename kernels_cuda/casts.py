@@ -13,6 +13,8 @@ from kernels_cuda.launch import Kernel, address
 
 THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 128, 64
+# bytes of the scales in E8M0 of 128 x 128 elements
+SCALE_TILE = 512
 INPUTS = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 FORMATS = {"e4m3": "E4M3", "e5m2": "E5M2"}
 ACTIVATIONS = {
@@ -28,7 +30,7 @@ _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 TENSORS = "PPPPPqqiii4x"
 _CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPi"
 _GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPqPPPPPP"
-_WEIGHT_WORDS = 13
+_WEIGHT_WORDS = 14
 CAST_WEIGHTS_LAYOUT = f"PPPPiii4x{_WEIGHT_WORDS}q"
 
 
@@ -179,9 +181,13 @@ def _casting(result: Result) -> tuple[int, ...]:
     return *at, address(result.current_amax), address(result.amax), result.scale_inv.data_ptr()
 
 
-def weights_variant(squares: bool) -> tuple[str, ...]:
-    """The definitions that make ``cast_weights.cu`` one kernel: one scale a weight, or one for each 128 x 128 of it."""
-    return ("SQUARES=1",) if squares else ()
+def weights_variant(squares: bool = False, mx: bool = False) -> tuple[str, ...]:
+    """The definitions that make ``cast_weights.cu`` one kernel.
+
+    One scale a weight; with ``squares`` one for each 128 x 128 of it; with ``mx`` one in E8M0 for each 1 x 32, and with
+    both for each 32 x 32.
+    """
+    return (*(["SQUARES=1"] if squares else []), *(["MX=1"] if mx else []))
 
 
 class Weight(NamedTuple):
@@ -204,13 +210,15 @@ class WeightTable(NamedTuple):
     """What the kernel reads about weights.
 
     Attributes:
-        weights: ``[count, 13] int64``, ``struct Weight`` of each; None for a single weight.
+        weights: ``[count, 14] int64``, ``struct Weight`` of each; None for a single weight.
         first_tile: ``[count + 1] int32``, running sum of tiles; None for a single weight.
         tiles: the last of them, on the host.
         one: ``struct Weight`` of a single weight, else zeros.
         current_amax: ``[count] float32``, zeros, for the kernel to measure into.
-        scale_inv: for each weight ``[] float32``, or ``[ceil(rows/128), ceil(columns/128)]``, for the kernel to write.
-        squares: whether each 128 x 128 of a weight has a scale.
+        scale_inv: for each weight ``[] float32``, or ``[ceil(rows/128), ceil(columns/128)]``, or tiles of scales in
+            E8M0, ``[*] uint8``, for the kernel to write.
+        scale_inv_t: those of ``y_t``: the same one, transposed, or other tiles, which are written too.
+        in_blocks: whether blocks of a weight have scales, and a single launch casts.
     """
 
     weights: Tensor | None
@@ -219,12 +227,14 @@ class WeightTable(NamedTuple):
     one: Sequence[int]
     current_amax: Tensor
     scale_inv: Sequence[Tensor]
-    squares: bool
+    scale_inv_t: Sequence[Tensor]
+    in_blocks: bool
 
 
-def weight_table(weights: Sequence[Weight], squares: bool = False) -> WeightTable:
+def weight_table(weights: Sequence[Weight], squares: bool = False, mx: bool = False) -> WeightTable:
     """The table of nonempty weights that are all on one device: one copy to the device, no launch.
 
+    For ``squares`` and ``mx`` see :func:`weights_variant`.
     A single weight is passed with the launch: a CUDA graph, which casts each by itself, has no memory on the host.
     """
     count, device = len(weights), weights[0].x.device
@@ -234,16 +244,18 @@ def weight_table(weights: Sequence[Weight], squares: bool = False) -> WeightTabl
         memory = torch.zeros(1, dtype=torch.int64, device=device)
     else:
         memory = torch.empty(count * _WEIGHT_WORDS + count // 2 + 1 + count, dtype=torch.int64, device=device)
-    current_amax, scale_inv = memory[-count:].view(torch.float32)[:count], _new_scales(weights, squares)
-    for number, ((x, index, y, y_t), inverse) in enumerate(zip(weights, scale_inv, strict=True)):
+    current_amax, in_blocks = memory[-count:].view(torch.float32)[:count], squares or mx
+    inverses = _new_mx_scales(weights) if mx else _new_scales(weights, squares)
+    for number, ((x, index, y, y_t), *inverse) in enumerate(zip(weights, *inverses, strict=True)):
         (rows, columns), x_at, y_at, y_t_at = x.shape, x.data_ptr(), address(y), address(y_t)
         flags = aligned(x_at, x.stride(0) * x.element_size(), y_at, y_t_at, columns)
         # two 32-bit fields a word, the first in the lower half
         words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, flags, address(index)]
-        words += [current_amax.data_ptr() + 4 * number, inverse.data_ptr(), list(INPUTS).index(x.dtype)]
-        tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // (TILE_ROWS if squares else TILE_COLUMNS)))
+        words += [current_amax.data_ptr() + 4 * number, *(one.data_ptr() for one in inverse)]
+        words.append(list(INPUTS).index(x.dtype))
+        tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // (TILE_ROWS if in_blocks else TILE_COLUMNS)))
     if count == 1:
-        return WeightTable(None, None, tiles[1], words, current_amax, scale_inv, squares)
+        return WeightTable(None, None, tiles[1], words, current_amax, *inverses, in_blocks)
     on_host = torch.zeros(len(memory), dtype=torch.int64, pin_memory=device.type == "cuda")
     on_host[: len(words)] = torch.tensor(words)
     on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32)
@@ -251,13 +263,22 @@ def weight_table(weights: Sequence[Weight], squares: bool = False) -> WeightTabl
     memory.copy_(on_host, non_blocking=True)
     table = memory[: len(words)].view(count, _WEIGHT_WORDS)
     first_tile = memory[len(words) :].view(torch.int32)[: count + 1]
-    return WeightTable(table, first_tile, tiles[-1], (0,) * _WEIGHT_WORDS, current_amax, scale_inv, squares)
+    return WeightTable(table, first_tile, tiles[-1], (0,) * _WEIGHT_WORDS, current_amax, *inverses, in_blocks)
 
 
-def _new_scales(weights: Sequence[Weight], squares: bool) -> list[Tensor]:
+def _new_scales(weights: Sequence[Weight], squares: bool) -> tuple[list[Tensor], list[Tensor]]:
     shapes = [[-(-size // TILE_ROWS) for size in weight.x.shape] if squares else [] for weight in weights]
     parts = torch.empty(sum(map(math.prod, shapes)), dtype=torch.float32, device=weights[0].x.device)
-    return [one.view(shape) for one, shape in zip(parts.split([*map(math.prod, shapes)]), shapes, strict=True)]
+    made = [one.view(shape) for one, shape in zip(parts.split([*map(math.prod, shapes)]), shapes, strict=True)]
+    return made, [one.t() for one in made] if squares else made
+
+
+def _new_mx_scales(weights: Sequence[Weight]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    # a weight's transpose has as many tiles; apart, as what one operator returns shares no memory
+    sizes = [math.prod(-(-size // TILE_ROWS) for size in weight.x.shape) * SCALE_TILE for weight in weights]
+    made = (torch.empty(sum(sizes), dtype=torch.uint8, device=weights[0].x.device) for _ in range(2))
+    first, second = (parts.split(sizes) for parts in made)
+    return first, second
 
 
 def measure_weights(kernel: Kernel, table: WeightTable) -> None:
@@ -268,16 +289,16 @@ def measure_weights(kernel: Kernel, table: WeightTable) -> None:
 def cast_weights(
     kernel: Kernel, table: WeightTable, scale: Tensor | None, amax: Tensor | None, power_of_two: bool = False
 ) -> None:
-    """Cast into each weight's ``y`` and ``y_t``; writes ``table.scale_inv``. One launch for squares, else two.
+    """Cast into each weight's ``y`` and ``y_t``; writes the table's scales. One launch for blocks, else two.
 
     Args:
         kernel: of family ``cast_weights``.
         table: the weights, which have not been measured yet.
-        scale: ``[R] float32``, receives what each weight was scaled by, for squares as a whole, at its index; or None.
+        scale: ``[R] float32``, receives what each weight was scaled by, for blocks as a whole, at its index; or None.
         amax: ``[R] float32``, likewise.
-        power_of_two: for squares, whether scales are rounded down to powers of two.
+        power_of_two: for squares of 128 x 128, whether scales are rounded down to powers of two.
     """
-    if not table.squares:
+    if not table.in_blocks:
         measure_weights(kernel, table)
     _over_weights(kernel, table, scale, amax, False, power_of_two)
 

@@ -1,4 +1,4 @@
-/* The number formats of a cast: what comes in, what goes out. */
+/* The number formats of a cast: what comes in, what goes out. `larger` is max(x, |y|) of each number in a word. */
 #pragma once
 #include "instructions.cuh"
 
@@ -18,6 +18,9 @@ struct Fp32 {
     }
     __device__ static void put(Eight& eight, int at, float element) { eight.words[at] = __float_as_uint(element); }
     __device__ static float get(const Eight& eight, int at) { return __uint_as_float(eight.words[at]); }
+    __device__ static u32 larger(u32 x, u32 y) {
+        return __float_as_uint(max_magnitude(__uint_as_float(x), __uint_as_float(y)));
+    }
 };
 
 /* shared by the two 16-bit formats: two elements per word, the first in the lower half */
@@ -40,6 +43,7 @@ struct Bf16 : SixteenBits {
         const u32 word = eight.words[at >> 1];
         return __uint_as_float(at & 1 ? word & 0xffff0000u : word << 16);
     }
+    __device__ static u32 larger(u32 x, u32 y) { return max_magnitude_bf16x2(x, y); }
 };
 
 struct Fp16 : SixteenBits {
@@ -47,6 +51,7 @@ struct Fp16 : SixteenBits {
     __device__ static float get(const Eight& eight, int at) {
         return from_fp16((u16)(eight.words[at >> 1] >> (16 * (at & 1))));
     }
+    __device__ static u32 larger(u32 x, u32 y) { return max_magnitude_fp16x2(x, y); }
 };
 
 struct E4M3 {

@@ -19,6 +19,13 @@ __device__ __forceinline__ u32 to_e5m2x2(float low, float high) {
     return codes;
 }
 
+/* Two non-negative fp32 -> two E8M0 codes, `low` in the lower byte: rounded up, NaN to 0xFF. On sm_100 and later. */
+__device__ __forceinline__ u32 to_e8m0x2(float low, float high) {
+    u16 codes;
+    asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
 __device__ __forceinline__ float from_fp16(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -67,6 +74,23 @@ __device__ __forceinline__ float max_magnitude(float x, float y) {
         : "=f"(value)
         : "f"(x), "f"(y));
     return value;
+}
+
+/* The same for both numbers of pairs, of which those of x are not negative. */
+__device__ __forceinline__ u32 max_magnitude_bf16x2(u32 x, u32 y) {
+    u32 pair;
+    asm("{\n.reg .b32 magnitudes;\nabs.bf16x2 magnitudes, %2;\nmax.NaN.bf16x2 %0, %1, magnitudes;\n}"
+        : "=r"(pair)
+        : "r"(x), "r"(y));
+    return pair;
+}
+
+__device__ __forceinline__ u32 max_magnitude_fp16x2(u32 x, u32 y) {
+    u32 pair;
+    asm("{\n.reg .b32 magnitudes;\nabs.f16x2 magnitudes, %2;\nmax.NaN.f16x2 %0, %1, magnitudes;\n}"
+        : "=r"(pair)
+        : "r"(x), "r"(y));
+    return pair;
 }
 
 /* 16 bytes at a 16-byte-aligned address that are read once: they bypass L1. */

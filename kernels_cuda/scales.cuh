@@ -27,6 +27,29 @@ __device__ __forceinline__ float block_scale(float amax, float fp8_max, int powe
     return power_of_two ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
 }
 
+/* Whether the architecture has the conversion to E8M0. Its result is that of integers; both run on a host. */
+#ifndef CONVERTS_TO_E8M0
+#define CONVERTS_TO_E8M0 (__CUDA_ARCH__ >= 1000)
+#endif
+
+/* The least 2^(code - 127) by which a block's maximum, divided, is at most FP8_MAX; code 0xFF, NaN, for inf or NaN. */
+__device__ __forceinline__ u32 e8m0_scale(float amax, float fp8_max) {
+    if (!(amax <= largest_finite())) return 0xff;
+    const float quotient = amax * (1.0f / fp8_max);
+#if CONVERTS_TO_E8M0
+    return to_e8m0x2(quotient, 0.0f) & 0xff;
+#else
+    // up to the next exponent, which for a subnormal number begins above 2^-127, in the middle of the mantissas
+    const u32 bits = __float_as_uint(quotient);
+    return (bits + (bits < 0x800000u ? 0x3fffffu : 0x7fffffu)) >> 23;
+#endif
+}
+
+/* 2^(127 - code). Never subnormal, as the largest amax has code 247. */
+__device__ __forceinline__ float e8m0_multiplier(u32 code) {
+    return __uint_as_float(code == 0xff ? 0x7fffffffu : (254 - code) << 23);
+}
+
 __device__ __forceinline__ float scale_to_use(const ScalingRow& row, long long index, float fp8_max) {
     const bool delayed = row.current_amax == nullptr || row.newest[index] > 0.0f;
     return delayed ? row.scale[index] : scale_of_current(*row.current_amax, fp8_max);

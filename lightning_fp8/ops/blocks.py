@@ -173,12 +173,18 @@ def _block_amax(x: Tensor, size: int) -> Tensor:
 
 
 def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int, width: int) -> Tensor:
-    """``x`` times the scale of its block in fp32, saturated and rounded to nearest even, ``[rows, width] uint8``."""
-    payload = torch.empty(len(x), width, dtype=fmt.dtype, device=x.device)
+    """``x`` times the scale of its block in fp32, saturated and rounded to nearest even, ``[rows, width] uint8``.
+
+    Codes beyond ``x`` are zeros, also where the scale is NaN.
+    """
+    payload, columns = torch.empty(len(x), width, dtype=fmt.dtype, device=x.device), x.shape[1]
     for rows in _chunks(x):
         values = (_blocks(x[rows], size).float() * scale[rows, :, None]).clamp_(-fmt.max, fmt.max)
-        payload[rows] = values.flatten(1)[:, :width]
-    return payload.view(torch.uint8)
+        payload[rows, :columns] = values.flatten(1)[:, :columns]
+    codes = payload.view(torch.uint8)
+    if width > columns:
+        codes[:, columns:] = 0
+    return codes
 
 
 def _chunks(x: Tensor) -> list[slice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 
 import pytest
 import torch
@@ -24,10 +25,15 @@ def casts(*chosen: object) -> Family:
     return "cast_transpose", variant(*chosen)  # type: ignore[arg-type]
 
 
-WEIGHTS, SQUARES = (("cast_weights", weights_variant(squares)) for squares in (False, True))
+WEIGHTS, SQUARES, MX_WEIGHTS, MX_SQUARES = (
+    ("cast_weights", weights_variant(squares, mx)) for mx in (False, True) for squares in (False, True)
+)
 UPDATE: Family = ("update_scales", ())
 EVERY_CAST = [casts(*chosen) for chosen in VARIANTS]
-IN_BLOCKS: list[Family] = [("cast_blocks", block_casts.variant(dtype)) for dtype in INPUTS]
+IN_BLOCKS: list[Family] = [
+    (name, block_casts.variant(dtype)) for name in ("cast_blocks", "cast_mx") for dtype in INPUTS
+]
+BF16_BLOCKS, BF16_MX = (one for one in IN_BLOCKS if one[1] == block_casts.variant(torch.bfloat16))
 # one kernel of each structure, to be disassembled
 CHOSEN = [
     casts(torch.bfloat16, "e4m3"),
@@ -47,8 +53,10 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
         return 1, 1024
     if family in IN_BLOCKS:
         return 1 if "INPUT=Fp32" in family[1] else 2, 512
-    if family == SQUARES:
+    if family in (SQUARES, MX_SQUARES):
         return 2, 512
+    if family == MX_WEIGHTS:
+        return 1, 512
     if family == WEIGHTS or "GATED=1" in family[1] or "BACKWARD=1" in family[1]:
         return 2, 256
     plain = "ACTIVATION=Identity" in family[1] or "ACTIVATION=Relu" in family[1]
@@ -57,7 +65,7 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
 
 # each dtype in one format for one architecture, because a format only changes the name of one instruction; for the
 # others the kernels with the most registers, in bf16; `doctor` compiles all kernels for the GPU at hand
-OTHERS = [WEIGHTS, SQUARES, *IN_BLOCKS, UPDATE]
+OTHERS = [WEIGHTS, SQUARES, MX_WEIGHTS, MX_SQUARES, *IN_BLOCKS, UPDATE]
 EVERY = [*EVERY_CAST, *OTHERS]
 LARGE = [
     one
@@ -154,43 +162,60 @@ def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark:
     raise AssertionError(f"no way to {landmark}")
 
 
+@pytest.mark.parametrize("family", [BF16_BLOCKS, BF16_MX], ids=name)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_casts_in_blocks(arch: str) -> None:
-    found = instructions(IN_BLOCKS[1], arch)
+def test_casts_in_blocks(family: Family, arch: str) -> None:
+    found, in_mx = instructions(family, arch), family == BF16_MX
     assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
     # bf16: four rows of eight elements per thread, 16 bytes at once, read once
     assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4, found
     assert count(found, r"STG\.E\.64") == 4, found
-    assert count(found, r"STG\.E\.128") == 2, found
+    # in MX also the tiles of scales, by two warps at the same place
+    assert count(found, r"STG\.E\.128") == 2 + in_mx, found
     # codes by rows and by columns differ
-    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * 2
-    # maxima over a row in half a warp, and over two halves for columns and for their sums
-    assert count(found, r"SHFL\.BFLY") == 4 * 4 + 8 + 8, found
+    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == 16 * 2, found
+    assert count(found, r"F2FP\.SATFINITE\..*") == 16 * 2 + scales_in_e8m0(found, arch, 2 * in_mx), found
+    # maxima over a row in half a warp or four threads, and over two halves for columns, of two at once, and their sums
+    assert count(found, r"SHFL\.BFLY") == 4 * (2 if in_mx else 4) + 4 + 8, found
+    assert count(found, r"HMNMX2\..*") >= 16, found
     assert count(found, rf"{ATOMIC}\..*") == 1, found
 
 
+def scales_in_e8m0(found: Counter[str], arch: str, scales: int) -> int:
+    """How many scales are converted in one instruction: all where the architecture has it, else none."""
+    converted = count(found, r"F2FP\.SATFINITE\.E8\.F32\..*\.RP")
+    assert converted == (scales if arch in ("sm_100a", "sm_120a") else 0), found
+    return converted
+
+
+@pytest.mark.parametrize("family", [SQUARES, MX_WEIGHTS, MX_SQUARES], ids=name)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_casts_of_weights_in_squares(arch: str) -> None:
-    found = instructions(SQUARES, arch)
-    assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA|SHFL)\b.*"), found
+def test_casts_of_weights_in_blocks(family: Family, arch: str) -> None:
+    found, in_mx = instructions(family, arch), "MX=1" in family[1]
+    assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
     # fp32, bf16 and fp16: 8 + 4 + 4 words of 16 bytes, read once; their addresses come from a table
     assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 16, found
     assert count(found, r"ST\.E\.64") == 4 * 3, found
-    assert count(found, r"ST\.E\.128") == 2 * 3, found
-    # one code for both layouts
-    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == count(found, r"F2FP\.SATFINITE\..*") == 16 * 3
+    assert count(found, r"ST\.E\.128") == (2 + in_mx) * 3, found
+    # one code for both layouts, but for blocks of 1 x 32
+    codes = 16 * 3 * (2 if family == MX_WEIGHTS else 1)
+    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == codes, found
+    # of a row and of a column, or of a square; and of the weight as a whole, which the compiler makes once or thrice
+    converted = count(found, r"F2FP\.SATFINITE\..*") - codes
+    assert converted == scales_in_e8m0(found, arch, converted), found
     # a tile's maximum, the count of those that are done, and the last one's read of the weight's
     assert count(found, rf"{ATOMIC}\..*") in (3, 3 * 3), found
 
 
-def test_a_cast_in_blocks_costs_an_element_at_most() -> None:
-    """As below, for a thread that computes no scale."""
-    lines, labels = program(IN_BLOCKS[1], "sm_90a")
+@pytest.mark.parametrize(("family", "most"), [(BF16_BLOCKS, 15.5), (BF16_MX, 17.5)], ids=["cast_blocks", "cast_mx"])
+def test_a_cast_in_blocks_costs_an_element_at_most(family: Family, most: float) -> None:
+    """As above, for a thread that in blocks of 128 computes no scale; in MX each does."""
+    lines, labels = program(family, "sm_90a")
     passed, place = 0, 0
     for landmark in (r"LDG\.E\.NA\.128", "SHFL", "BAR", "BAR", r"STG\.E\.64", r"STG\.E\.128", "EXIT"):
         place, between = shortest_way(lines, labels, place, landmark)
         passed += between
-    assert passed / 32 <= 17.5
+    assert passed / 32 <= most
 
 
 # --- the argument struct ----------------------------------------------------------------------------------------------

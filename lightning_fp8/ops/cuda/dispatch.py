@@ -54,7 +54,14 @@ def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[T
     made = _cast_one_weight(weight, slot, layout)
     if made is None:
         return blocks.cast_weight(weight, slot, layout)
-    return made.by_rows, made.by_columns, made.scale_inv.contiguous(), nothing(weight, torch.float32)
+    none = nothing(weight, torch.float32)
+    if not slot.current.in_e8m0:
+        return made.by_rows, made.by_columns, made.scale_inv.contiguous(), none
+    return (
+        *made[:2],
+        made.scale_inv if layout != "columns" else none,
+        made.columns_scale_inv if layout != "rows" else none,
+    )
 
 
 def _cast_one_weight(weight: Tensor, slot: WeightSlot, layout: str) -> Fp8Operand | None:
@@ -67,7 +74,7 @@ def _cast_one_weight(weight: Tensor, slot: WeightSlot, layout: str) -> Fp8Operan
 
 def kernel_for_weights(device: torch.device, current: CurrentScale) -> Kernel | None:
     """The kernel that casts weights that are scaled like this, or None."""
-    return None if current.in_e8m0 else weights_kernel(device, bool(current.blocks))
+    return weights_kernel(device, current.squares, current.in_e8m0)
 
 
 def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,18 +84,20 @@ def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Ten
 
 def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same, and with ``sums`` the column sums ``[columns] float32``."""
-    castable = x.numel() and slot.format == "e4m3" and not slot.current.in_e8m0
-    kernel = block_cast_kernel(x.device, x.dtype) if castable else None
+    current = slot.current
+    kernel = block_cast_kernel(x.device, x.dtype, current.in_e8m0) if x.numel() and slot.format == "e4m3" else None
     if kernel is None:
         return blocks.cast_gradient(x, None, "none", slot, layout, sums)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, slot.current, layout)
+    y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, current, layout)
     partial = x.new_empty(casts.column_sum_tiles(len(x)), x.shape[1], dtype=torch.float32) if sums else None
     amax, _, _ = slot.open()
     recorded = None if amax is None else (slot.index, amax)
-    by_rows = None if layout == "columns" else (y, scale_inv)
-    by_columns = None if layout == "rows" else (y_t, scale_inv_t)
-    block_casts.cast_blocks(kernel, x, recorded, slot.current.blocks != "float32", by_rows, by_columns, partial)
+    outputs = None if layout == "columns" else (y, scale_inv), None if layout == "rows" else (y_t, scale_inv_t), partial
+    if current.in_e8m0:
+        block_casts.cast_mx(kernel, x, recorded, *outputs)
+    else:
+        block_casts.cast_blocks(kernel, x, recorded, current.blocks != "float32", *outputs)
     blocks.count_if_asked(x, scale_inv, scale_inv_t, slot, layout)
     return y, y_t, scale_inv, scale_inv_t, _total(partial, x)
 
@@ -118,12 +127,12 @@ def _cast_weights(
         x, is_transposed = _by_rows(weight)
         jobs.append(casts.Weight(x, slot.index, *(made[::-1] if is_transposed else made)))
         of_transpose.append(is_transposed)
-    table = casts.weight_table(jobs, bool(current.blocks))
+    table = casts.weight_table(jobs, current.squares, current.in_e8m0)
     scale, amax = (None, None) if state is None else (state.scale, state.amax)
     casts.cast_weights(kernel, table, scale, amax, current.blocks == "power of 2")
-    for weight, slot, made, inverse, is_transposed in zip(weights, slots, payloads, table.scale_inv, of_transpose):
-        scales = (inverse, inverse.t() if current.blocks else inverse)
-        operand = Fp8Operand(*made, *(scales[::-1] if is_transposed else scales), slot.format)
+    inverses = zip(table.scale_inv, table.scale_inv_t, strict=True)
+    for weight, slot, made, both, is_transposed in zip(weights, slots, payloads, inverses, of_transpose):
+        operand = Fp8Operand(*made, *(both[::-1] if is_transposed else both), slot.format)
         operands.append(operand)
         if scale is not None and is_counting(slot):
             whole = scale.index_select(0, slot.index)[0]

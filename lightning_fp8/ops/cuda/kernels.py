@@ -86,7 +86,8 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         for backward in (False, True)
         if not (backward and activation == "none")
     ]
-    in_blocks = [*(_block_cast_variant(dtype) for dtype in casts.INPUTS), _weights_variant(True)]
+    in_blocks = [_block_cast_variant(dtype, mx) for mx in (False, True) for dtype in casts.INPUTS]
+    in_blocks += [_weights_variant(*kind) for kind in ((True, False), (False, True), (True, True))]
     in_blocks += [
         _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
         for one in gemm_variants.configurations(capability, True)
@@ -134,15 +135,15 @@ def cast_kernel(
 
 
 @functools.cache
-def weights_kernel(device: torch.device, squares: bool) -> Kernel | None:
-    """``cast_weights``, with one scale a weight or one for each 128 x 128 of it; or None."""
-    return _obtain(_weights_variant(squares), device)
+def weights_kernel(device: torch.device, squares: bool, mx: bool = False) -> Kernel | None:
+    """``cast_weights`` with the scales of :func:`kernels_cuda.casts.weights_variant`, or None."""
+    return _obtain(_weights_variant(squares, mx), device)
 
 
 @functools.cache
-def block_cast_kernel(device: torch.device, input: torch.dtype) -> Kernel | None:
-    """``cast_blocks`` for inputs of this dtype, or None."""
-    return _obtain(_block_cast_variant(input), device) if input in casts.INPUTS else None
+def block_cast_kernel(device: torch.device, input: torch.dtype, mx: bool = False) -> Kernel | None:
+    """``cast_blocks``, or with ``mx`` ``cast_mx``, for inputs of this dtype, or None."""
+    return _obtain(_block_cast_variant(input, mx), device) if input in casts.INPUTS else None
 
 
 @functools.cache
@@ -212,18 +213,22 @@ def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bo
     return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, test)
 
 
-def _block_cast_variant(input: torch.dtype) -> Variant:
+def _block_cast_variant(input: torch.dtype, mx: bool) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_blocks.cast(device, input, kernel)
+        return self_test_blocks.cast(device, input, kernel, mx)
 
-    defines = block_casts.variant(input)
-    return Variant("cast_blocks", defines, block_casts.LAYOUT, block_casts.THREADS, test)
+    family, layout = ("cast_mx", block_casts.MX_LAYOUT) if mx else ("cast_blocks", block_casts.LAYOUT)
+    return Variant(family, block_casts.variant(input), layout, block_casts.THREADS, test)
 
 
-def _weights_variant(squares: bool) -> Variant:
-    threads, test = (block_casts.THREADS if squares else casts.THREADS), (self_test_blocks if squares else self_test)
-    defines = casts.weights_variant(squares)
-    return Variant("cast_weights", defines, casts.CAST_WEIGHTS_LAYOUT, threads, test.cast_weights)
+def _weights_variant(squares: bool, mx: bool = False) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        if not squares and not mx:
+            return self_test.cast_weights(device, kernel)
+        return self_test_blocks.cast_weights(device, kernel, squares, mx)
+
+    threads = block_casts.THREADS if squares or mx else casts.THREADS
+    return Variant("cast_weights", casts.weights_variant(squares, mx), casts.CAST_WEIGHTS_LAYOUT, threads, test)
 
 
 def _update_variant() -> Variant:

@@ -162,9 +162,14 @@ def cast_weights(device: torch.device, kernel: Kernel) -> str | None:
 
 
 def casts_of_weights(
-    device: torch.device, values: list[Tensor], kernel: Kernel, squares: bool = False, power_of_two: bool = False
+    device: torch.device,
+    values: list[Tensor],
+    kernel: Kernel,
+    kind: tuple[bool, bool] = (False, False),
+    power_of_two: bool = False,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Each weight, cast with the others and then alone: its values, both payloads, scale_inv, noted scale and amax."""
+    """Each weight, cast with the others and then alone: its values, both payloads, their scale_inv, noted scale and
+    amax. ``kind``: the arguments of :func:`kernels_cuda.casts.weights_variant`."""
     for together in (True, False):
         outputs = [payloads(x, device) for x in values]
         # a cast replaces a weight's amax, instead of raising it
@@ -173,16 +178,16 @@ def casts_of_weights(
             casts.Weight(x.to(device), torch.tensor([number], device=device), *made)
             for number, (x, made) in enumerate(zip(values, outputs, strict=True))
         ]
-        tables = [casts.weight_table(some, squares) for some in ([weights] if together else zip(weights))]
+        tables = [casts.weight_table(some, *kind) for some in ([weights] if together else zip(weights))]
         for table in tables:
             casts.cast_weights(kernel, table, scale, amax, power_of_two)
-        inverses = [inverse for table in tables for inverse in table.scale_inv]
+        inverses = [both for table in tables for both in zip(table.scale_inv, table.scale_inv_t, strict=True)]
         for number, x in enumerate(values):
-            yield x, *outputs[number], inverses[number], scale[number], amax[number]
+            yield x, *outputs[number], *inverses[number], scale[number], amax[number]
 
 
 def _compare_weight(
-    values: Tensor, y: Tensor, y_t: Tensor, scale_inv: Tensor, scale: Tensor, amax: Tensor
+    values: Tensor, y: Tensor, y_t: Tensor, scale_inv: Tensor, _: Tensor, scale: Tensor, amax: Tensor
 ) -> str | None:
     expected = max_abs(values)
     used = scale_of_current(expected, FORMATS["e4m3"])

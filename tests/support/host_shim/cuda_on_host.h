@@ -75,8 +75,11 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     const unsigned* values = exchange(value);
     return *std::max_element(values, values + 32);
 }
-static inline float __shfl_xor_sync(unsigned, float value, unsigned mask) {
-    return __uint_as_float(exchange(__float_as_uint(value))[(threadIdx.x % 32) ^ mask]);
+static inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned mask) {
+    return exchange(value)[(threadIdx.x % 32) ^ mask];
+}
+static inline float __shfl_xor_sync(unsigned all, float value, unsigned mask) {
+    return __uint_as_float(__shfl_xor_sync(all, __float_as_uint(value), mask));
 }
 static inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) { return exchange(value)[lane]; }
 static inline unsigned atomicMax(unsigned* address, unsigned value) {

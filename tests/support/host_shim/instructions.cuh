@@ -42,6 +42,15 @@ static inline u32 to_e4m3x2(float low, float high) {
 static inline u32 to_e5m2x2(float low, float high) {
     return fp8(low, 2, -14, 57344, 0x7b) | fp8(high, 2, -14, 57344, 0x7b) << 8;
 }
+/* The exponent, plus 127, of the least power of two that is not below the value, from 2^-127 on. */
+static inline u32 e8m0(float value) {
+    int exponent;
+    if (std::isnan(value)) return 0xff;
+    if (value == 0) return 0;
+    const double mantissa = std::frexp((double)value, &exponent);
+    return (u32)std::min(std::max(exponent - (mantissa == 0.5) + 127, 0), 0xfe);
+}
+static inline u32 to_e8m0x2(float low, float high) { return e8m0(low) | e8m0(high) << 8; }
 static inline float from_fp16(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     const float sign = bits >> 15 ? -1.0f : 1.0f;
@@ -64,6 +73,15 @@ static inline float reciprocal_approx(float x) { return flushed(off_by(1.0f / fl
 static inline float max_magnitude(float x, float y) {
     return std::isnan(x) || std::isnan(y) ? std::nanf("") : std::max(x, std::fabs(y));
 }
+/* Of two numbers in halves of a word, those beyond `infinity` NaN. */
+static inline u32 max_magnitudes(u32 x, u32 y, u32 infinity) {
+    const auto larger = [&](u32 one, u32 other) {
+        return one > infinity || other > infinity ? 0x7fffu : std::max(one, other);
+    };
+    return larger(x & 0x7fff, y & 0x7fff) | larger(x >> 16 & 0x7fff, y >> 16 & 0x7fff) << 16;
+}
+static inline u32 max_magnitude_bf16x2(u32 x, u32 y) { return max_magnitudes(x, y, 0x7f80); }
+static inline u32 max_magnitude_fp16x2(u32 x, u32 y) { return max_magnitudes(x, y, 0x7c00); }
 static inline uint4 load_once(const void* address) {
     // as on the device, where a load off its 16-byte boundary is an error
     if ((unsigned long long)address % 16 != 0) std::abort();
