@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,9 +96,10 @@ def cases(device: torch.device) -> list[Case]:
 def cases_in_blocks(device: torch.device) -> list[Case]:
     """Casts with a scale for each block, for the suite ``blocks``."""
     if device.type != "cuda":
-        return [cast_in_blocks(200, 136), cast_in_blocks(200, 136, is_weight=True)]
+        return [cast_in_blocks(200, 136, *kind) for kind in itertools.product((False, True), repeat=2)]
     shapes = ((8192, 8192), (8192, 4096), (2048, 1024))
-    return [*(cast_in_blocks(*shape) for shape in shapes), cast_in_blocks(8192, 8192, is_weight=True)]
+    weights = [cast_in_blocks(8192, 8192, True, mx) for mx in (False, True)]
+    return [*(cast_in_blocks(*shape, False, mx) for mx in (False, True) for shape in shapes), *weights]
 
 
 def _casts(
@@ -206,15 +208,16 @@ def _tolerance(activation: str, rows: int, codes: float, quotients: float) -> To
     return Tolerance(codes if activated else 0.0, relative, {"column sums": sums})
 
 
-def cast_in_blocks(rows: int, columns: int, is_weight: bool = False) -> Case:
-    """Casts a bf16 tensor to E4M3 by rows and by columns: in blocks of 1 x 128, or a weight in squares of 128 x 128."""
+def cast_in_blocks(rows: int, columns: int, is_weight: bool = False, mx: bool = False) -> Case:
+    """Casts a bf16 tensor to E4M3 by rows and by columns: in blocks of 1 x 128, or a weight in squares of 128 x 128; or
+    both in MX, with a scale of one byte for each 1 x 32."""
     # reads bf16, writes both payloads and their scales
-    scales = 4 * (1 if is_weight else 2 * 128) * -(-rows // 128) * -(-columns // 128)
-    nbytes = 4 * rows * columns + scales
+    of_tile = 2 * 4 * 128 if mx else 4 * (1 if is_weight else 2 * 128)
+    nbytes = 4 * rows * columns + of_tile * -(-rows // 128) * -(-columns // 128)
 
     def variants(device: torch.device) -> list[Variant]:
         x = _normal(rows, columns, device, seed=1, copies=copies_for(nbytes, device))
-        slot = slot_in_blocks(is_weight)
+        slot = slot_in_blocks(is_weight, "e8m0" if mx else "float32")
         ours = ops.cast_weight_blocks if is_weight else ops.cast_blocks
         theirs = blocks.cast_weight if is_weight else blocks.cast
 
@@ -233,17 +236,16 @@ def cast_in_blocks(rows: int, columns: int, is_weight: bool = False) -> Case:
 
     def is_served(device: torch.device) -> bool:
         if is_weight:
-            return kernels.weights_kernel(device, True) is not None
-        return kernels.block_cast_kernel(device, torch.bfloat16) is not None
+            return kernels.weights_kernel(device, not mx, mx) is not None
+        return kernels.block_cast_kernel(device, torch.bfloat16, mx) is not None
 
-    return Case(
-        f"cast {rows}x{columns} bf16->e4m3 in {'128x128' if is_weight else '1x128'}", variants, is_served, nbytes
-    )
+    blocks_of = f"MX{', a weight' if is_weight else ''}" if mx else "128x128" if is_weight else "1x128"
+    return Case(f"cast {rows}x{columns} bf16->e4m3 in {blocks_of}", variants, is_served, nbytes)
 
 
-def slot_in_blocks(is_weight: bool) -> Any:
-    """The slot of a tensor with a scale for each block."""
-    current = CurrentScale(blocks="float32")
+def slot_in_blocks(is_weight: bool, blocks: str = "float32") -> Any:
+    """The slot of a tensor with a scale for each block, of this kind."""
+    current = CurrentScale(blocks=blocks)
     if is_weight:
         return WeightSlot(torch.zeros(1, dtype=torch.int64), "e4m3", None, False, current)
     return with_scale(torch.ones(()), "e4m3")._replace(current=current)

@@ -113,8 +113,10 @@ SERVED = {
     "8192x8192 bf16->e5m2": ("cast_kernel", (GPU, torch.bfloat16, "e5m2", "none", False)),
     "weights of 1B": ("weights_kernel", (GPU, False)),
     "update_scales": ("update_kernel", (GPU,)),
-    "8192x8192 bf16->e4m3 in 1x128": ("block_cast_kernel", (GPU, torch.bfloat16)),
-    "in 128x128": ("weights_kernel", (GPU, True)),
+    "8192x8192 bf16->e4m3 in 1x128": ("block_cast_kernel", (GPU, torch.bfloat16, False)),
+    "8192x4096 bf16->e4m3 in MX": ("block_cast_kernel", (GPU, torch.bfloat16, True)),
+    "in 128x128": ("weights_kernel", (GPU, True, False)),
+    "in MX, a weight": ("weights_kernel", (GPU, False, True)),
 }
 
 
@@ -155,3 +157,4 @@ def test_bytes_and_names_of_the_cases_for_a_gpu() -> None:
     # bf16 in, two payloads out, with a scale for each 128 of both, or for each square
     assert in_blocks["cast 2048x1024 bf16->e4m3 in 1x128"] == 4 * 2**21 + 2 * 4 * 2**21 // 128
     assert in_blocks["cast 8192x8192 bf16->e4m3 in 128x128"] == 4 * 2**26 + 4 * 64 * 64
+    assert in_blocks["cast 8192x8192 bf16->e4m3 in MX, a weight"] == 4 * 2**26 + 2 * 2**26 // 32

@@ -24,6 +24,7 @@ from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_te
 from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
@@ -51,7 +52,8 @@ def slots(kind: str, record: bool = True) -> tuple[ScalingState, Slot, WeightSlo
 def test_casts_equal_the_reference(cuda_half: Counter[str], kind: str, layout: str) -> None:
     wide = torch.randn(200, 310) * torch.randn(200, 1).exp()
     wide[3, 4] = float("inf")
-    for x in (wide, wide[:, 7:290], wide.t(), wide[:0]):
+    # transposed, the last one without a copy
+    for x in (wide, wide[:, 7:290], wide[:0], wide.t(), wide[:192, :304].t()):
         (theirs, slot, weight_slot), (ours, our_slot, our_weight_slot) = slots(kind), slots(kind)
         expected = blocks.cast(x, slot, layout), blocks.cast_weight(x, weight_slot, layout)
         cuda_half.clear()
@@ -184,14 +186,15 @@ def test_launches_of_a_layer(chosen: Counter[str], tokens: int) -> None:
     assert sum(chosen.values()) == 2 + 3
 
 
-def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str]) -> None:
+@pytest.mark.parametrize(("recipe", "variant"), [(BlockScaling(), "SQUARES=1"), (MXScaling(), "MX=1")], ids=str)
+def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str], recipe: Recipe, variant: str) -> None:
     """In training, from the second step on; each has the payloads, scales, amax and scale of a cast by itself."""
     from transformers.pytorch_utils import Conv1D
 
     torch.manual_seed(0)
     # one that is stored transposed, with and without padding; one in bf16
     plain_layers = (nn.Linear(48, 144), Conv1D(160, 144), Conv1D(72, 160), nn.Linear(72, 40).bfloat16())
-    model = convert(nn.Sequential(*plain_layers), BlockScaling(), min_features=0)
+    model = convert(nn.Sequential(*plain_layers), recipe, min_features=0)
     state, x = scaling_state(model), torch.randn(40, 48)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     launches, cleared = [], []
@@ -201,7 +204,7 @@ def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str]) -> None:
             for _ in range(2):  # micro-batches
                 model(x).float().square().mean().backward()
         cleared.append(sum(event.name == "aten::zeros" for event in profiler.events()))
-        launches.append(chosen["cast_weights SQUARES=1"])
+        launches.append(chosen[f"cast_weights {variant}"])
         state.update()
         made = [layer.fp8[""].weight_cast._cast for layer in model]
         noted = state.amax.clone(), state.scale.clone()

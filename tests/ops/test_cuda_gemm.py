@@ -195,10 +195,11 @@ def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
 
 
 def test_block_kernels_pass_their_self_tests(gpu: torch.device) -> None:
-    """All dtypes and configurations; products with the scales of each step."""
+    """All dtypes and configurations; products with the scales of each step; casts in MX, also of weights."""
     every = kernels.variants(torch.cuda.get_device_capability(gpu), every=True)
-    in_blocks = [one for one in every if one.family == "cast_blocks" or "B_SCALE_ROWS" in one.name]
-    assert len(in_blocks) >= 6
+    words = ("cast_blocks", "cast_mx", "cast_weights SQUARES=1", "cast_weights MX=1", "B_SCALE_ROWS")
+    in_blocks = [one for one in every if any(word in one.name for word in words)]
+    assert len(in_blocks) >= 9
     failures = {one.name: one.self_test(gpu, kernel_of(one, gpu)) for one in in_blocks}
     assert [name for name, failure in failures.items() if failure is not None] == [], failures
 

@@ -94,7 +94,7 @@ def _in_mx(
     except RuntimeError as error:
         return f"no: {error}", "-", "-", "-"
     own = _own(ready) if mx_configurations(capability) else None
-    return runs, _TORCH, scales, own or "torch's scaled_mm (cuBLASLt)"
+    return runs, _own(ready) or _TORCH, scales, own or "torch's scaled_mm (cuBLASLt)"
 
 
 def _served(checks: Sequence[KernelCheck], device: torch.device, ready: bool, compile: bool) -> tuple[str, str]:
