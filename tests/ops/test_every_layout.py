@@ -12,14 +12,15 @@ import strict_scaled_mm
 import torch
 from copied_bytes import copied_bytes
 from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH
+from published_weights import with_codes
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kernels_cuda import casts
-from lightning_fp8 import CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.modules.compiled_casts import keep_compiled_casts
 from lightning_fp8.ops.cuda import layouts, plain
-from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.ops.operand import Fp8Tensor, WeightSlot
 from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
@@ -76,20 +77,25 @@ def uint8_bytes(tensors: list[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("layer", ["linear", "Llama"])
 def test_bytes_that_casts_write_and_backward_keeps(
-    every: bool, cuda_half: Counter[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    layer: str, every: bool, cuda_half: Counter[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if every:
         request.getfixturevalue("every_layout")
     written: list[int] = []
-    launch = casts.cast_transpose
 
-    def counting(kernel: Any, x: Tensor, result: casts.Result, *rest: Any) -> None:
-        written.append(sum(one.nbytes for one in (result.y, result.y_t) if one is not None))
-        launch(kernel, x, result, *rest)
+    def counting(launch: Any) -> Any:
+        def counted(*arguments: Any) -> None:
+            results = [one for one in arguments if isinstance(one, casts.Result)]
+            written.append(sum(one.y.nbytes + one.y_t.nbytes for one in results))  # type: ignore[union-attr]
+            launch(*arguments)
 
-    monkeypatch.setattr(casts, "cast_transpose", counting)
-    model = convert(nn.Linear(WIDTH, HIDDEN), DELAYED)
+        return counted
+
+    for name in ("cast_transpose", "cast_gated"):
+        monkeypatch.setattr(casts, name, counting(getattr(casts, name)))
+    model = convert(LAYERS[layer](), DELAYED)
     steps(model, (64, 64))
     written.clear()
     saved: list[Tensor] = []
@@ -99,12 +105,15 @@ def test_bytes_that_casts_write_and_backward_keeps(
     y.sum().backward()
     # of bf16, a cast reads two bytes an element and writes one in place of two
     payloads = 1 if every else 2
-    assert written == [payloads * 64 * WIDTH, payloads * 64 * HIDDEN]
-    # the input is kept once in any case
-    assert uint8_bytes(saved) == 64 * WIDTH + WIDTH * HIDDEN
-    operand = model.fp8[""].weight_cast._cast
-    assert uint8_bytes([operand.by_rows, operand.by_columns]) == payloads * WIDTH * HIDDEN
-    assert torch.equal(operand.by_columns, operand.by_rows.t())
+    casts_of = {"linear": [WIDTH, HIDDEN], "Llama": [WIDTH, HIDDEN, WIDTH, 2 * HIDDEN]}[layer]
+    assert written == [payloads * 64 * width for width in casts_of]
+    # inputs are kept once in any case
+    inputs, weights = {"linear": (WIDTH, 1), "Llama": (WIDTH + HIDDEN, 3)}[layer]
+    assert uint8_bytes(saved) == 64 * inputs + weights * WIDTH * HIDDEN
+    for gemm in (one for part in model.modules() for one in getattr(part, "fp8", {}).values()):
+        operand = gemm.weight_cast._cast
+        assert uint8_bytes([operand.by_rows, operand.by_columns]) == payloads * WIDTH * HIDDEN
+        assert torch.equal(operand.by_columns, operand.by_rows.t())
 
 
 def refreshed(model: nn.Module) -> Counter[str]:
@@ -146,6 +155,19 @@ def test_a_frozen_base_keeps_one_byte_a_parameter(cuda_half: Counter[str], reque
     found, alone = gradient()
     assert torch.equal(found, expected)
     assert (uint8_bytes(with_transposes), uint8_bytes(alone)) == (4 * WIDTH * HIDDEN, 2 * WIDTH * HIDDEN)
+
+
+@pytest.mark.usefixtures("idle_half", "every_layout")
+@pytest.mark.parametrize("kind", ["blocks", "rows"])
+def test_operands_with_several_scales_are_k_major(kind: str) -> None:
+    weight, recipe = torch.randn(256, 128), BlockScaling()
+    if kind == "blocks":
+        made = ops.cast_weight_operand(
+            weight, WeightSlot(torch.zeros(1).long(), "e4m3", None, False, recipe.current), True
+        )
+        assert made.by_columns.is_contiguous()
+    held = with_codes(nn.Linear(128, 256), kind).weight
+    assert held.operand_payloads()[1].is_contiguous()
 
 
 @pytest.mark.usefixtures("strict_products", "every_layout")

@@ -112,6 +112,21 @@ def test_gpus_before_fp8(
     assert found.problems == [Problem(status, f"{device} is too old", str(do)) for device in old]
 
 
+@pytest.mark.parametrize(("capability", "failure"), [((9, 0), None), ((10, 0), None), ((10, 0), "other sums")])
+def test_layouts_of_operands(capability: tuple[int, int], failure: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(hardware.layouts, "probe", lambda _: failure)
+    found = Diagnosis()
+    hardware.describe(found, [GPU], False)
+    is_one = capability == (10, 0) and failure is None
+    cell = value(found, "GPU and toolchain", "FP8 operands on cuda:0")
+    assert cell.endswith("casts write one payload" if is_one else "casts write a payload and its transpose")
+    assert cell.startswith("every layout" if is_one else "FAILED" if failure else "K-major")
+    said = [problem for problem in found.problems if "every layout" in problem.what]
+    assert [problem.status for problem in said] == [1] * bool(failure)
+
+
 # --- precisions ---
 
 
