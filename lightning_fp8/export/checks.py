@@ -54,7 +54,7 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme) -> Misfits:
         (
             _described(scheme.scale_of(name), stored)
             for name in in_fp8
-            if not _is_number(stored, scheme.scale_of(name))
+            if not _is_scale(stored, scheme.scale_of(name), scheme)
             or scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape) is None
         ),
     )
@@ -67,19 +67,26 @@ def _is_number(stored: Mapping[str, Stored], name: str) -> bool:
     return name in stored and stored[name].dtype.is_floating_point and stored[name].dtype.itemsize > 1
 
 
+def _is_scale(stored: Mapping[str, Stored], name: str, scheme: Scheme) -> bool:
+    if scheme.in_e8m0:
+        return name in stored and stored[name].dtype == torch.uint8
+    return _is_number(stored, name)
+
+
 def _described(name: str, stored: Mapping[str, Stored]) -> str:
     return f"{name} ({stored[name].shape} {dtype_name(stored[name].dtype)})" if name in stored else name
 
 
-def misfits_of_scales(scales: Tensors) -> Misfits:
+def misfits_of_scales(scales: Tensors, in_e8m0: bool) -> Misfits:
     """Each scale is a valid number."""
+
+    def is_valid(scale: Tensor) -> Tensor:
+        # those of zeros are 2**-127
+        return scale.isfinite() if in_e8m0 else (scale >= 2.0**-118) & (scale <= 2.0**118)
+
     yield (
-        f"are scales, each of which must be {SCALE_RULE}",
-        (
-            f"{name} ({scale[~is_valid][0].item()})"
-            for name, scale in scales.items()
-            if not (is_valid := (scale >= 2.0**-118) & (scale <= 2.0**118)).all()
-        ),
+        f"are scales, each of which must be {'a number from 2**-127 to 2**127' if in_e8m0 else SCALE_RULE}",
+        (f"{name} ({scale[~good][0].item()})" for name, scale in scales.items() if not (good := is_valid(scale)).all()),
     )
 
 

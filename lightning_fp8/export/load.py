@@ -41,6 +41,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path, without_wrappers
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, dtype_name
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe
@@ -55,17 +56,19 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
 
     The folder has a ``config.json`` and either ``model.safetensors`` or several such files with their index.
     :mod:`lightning_fp8.export.scheme` lists the quantizations that are read: one scale for each tensor, row, or block
-    of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``. The layers whose weights are FP8 in the file are
-    converted, and only these. Tensors are read one by one, so a model on the meta device takes no memory but its own.
+    of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. The layers
+    whose weights are FP8 in the file are converted, and only these. Tensors are read one by one, so a model on the meta
+    device takes no memory but its own.
 
     With ``frozen=True`` the model is a base for adapters: FP8 weights keep their codes and scales, one byte per
     parameter, and no parameter is trained. Otherwise an FP8 weight becomes ``code * scale``, computed in fp32, in the
     dtype of the model's parameter, and can be trained. Other tensors are read as they are.
 
     A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks,
-    else :class:`~lightning_fp8.DelayedScaling` if inputs have static scales, else
-    :class:`~lightning_fp8.CurrentScaling`. A converted one must have a recipe that fits; with ``frozen=True``, it may
-    have any. The scale of an input becomes a history of one entry, from which training may continue.
+    :class:`~lightning_fp8.MXScaling` for MXFP8, else :class:`~lightning_fp8.DelayedScaling` if inputs have static
+    scales, else :class:`~lightning_fp8.CurrentScaling`. A converted one must have a recipe that fits; with
+    ``frozen=True``, it may have any, and MXFP8 is refused. The scale of an input becomes a history of one entry, from
+    which training may continue.
 
     An export of this package gives the outputs that the exported model had in ``eval()``, bit for bit, if it was
     exported in its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with
@@ -106,6 +109,11 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     recipe = plan.config.recipe
     if not frozen:
         _check_recipe(recipe, source.scheme, file)
+    elif source.scheme.in_e8m0:
+        raise ValueError(
+            f"load_exported: {file} is in MXFP8, which no weight is kept in without a master. Load it without `frozen`:"
+            " the weights become values in the model's dtype."
+        )
     plain = _plain_layers(model, plan.layers, {*in_fp8, *source.exact})
     products = products_of(model, plain)
     frozen_weights: FrozenWeights | None = "fp8" if frozen else None
@@ -170,8 +178,9 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *exact)}
     apart = {name for name in stored if name in of_inputs or scheme.is_of_cache(name)}
     read = {name: one.clone() for name, one in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
-    numbers = {name: read[name].float() for name in stored if name in read and not scheme.is_of_cache(name)}
-    refuse(file, misfits_of_scales(numbers))
+    as_numbers = e8m0.values_of if scheme.in_e8m0 else Tensor.float
+    numbers = {name: as_numbers(read[name]) for name in stored if name in read and not scheme.is_of_cache(name)}
+    refuse(file, misfits_of_scales(numbers, scheme.in_e8m0))
     scales = {}
     for name in in_fp8:
         kind = scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape)
@@ -190,12 +199,13 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
 
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
     """ValueError for a recipe that would not compute what the checkpoint means."""
-    in_blocks = scheme.recipe.precision == "fp8-block"
+    in_blocks = scheme.in_e8m0 or "block" in scheme.kinds
     fits = bool(recipe.current.blocks) == in_blocks and (in_blocks or recipe.from_history == scheme.static)
+    fits = fits and (recipe.current.in_e8m0 or not scheme.in_e8m0)
     if fits and (recipe.from_history or not recipe.current.margin):
         return
     what = "has static scales of inputs" if scheme.static else "scales inputs by their own values, with no margin"
-    what = "has a scale for each block of a weight" if in_blocks else what
+    what = f"has a scale for each {'group' if scheme.in_e8m0 else 'block'} of a weight" if in_blocks else what
     raise ValueError(
         f"load_exported: the model is converted with {recipe}, and {file} {what}. Call"
         " `lightning_fp8.unconvert(model)` first."
@@ -273,6 +283,10 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
 def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
     """Whether a cast of the weight with the scales of its own values has other codes than the file."""
     pieces, scale, blocks = source.placed.by_target[target], source.scale_of(target), recipe.current.blocks
+    if scale is not None and scale.kind == "group":
+        # with a scale that is the same power of two or a smaller one, each code is a code again
+        first = scale.values[..., :: e8m0.BLOCK, :].repeat_interleave(e8m0.BLOCK, -2)
+        return recipe.current.squares and not torch.equal(first[..., : scale.values.shape[-2], :], scale.values)
     if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
         return True
     if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):

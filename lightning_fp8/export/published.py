@@ -8,6 +8,7 @@ kind         shape                           a scale is for
 ``tensor``   ``[]`` or ``[1]``               the whole weight
 ``row``  ``[N, 1]``                      a row: an output of the layer
 ``block``    ``[ceil(N/128), ceil(K/128)]``  128 x 128, or what is left of it at the weight's ends
+``group``    ``[N, K/32] uint8``             32 elements of a row: a power of two in E8M0
 ===========  ==============================  ====================================================
 
 ======================  ==================  =======================  =============================  ====================
@@ -19,12 +20,12 @@ None                    block               ``weight_scale_inv``                
 ``compressed-tensors``  all                 ``weight_scale``         ``input_scale``                ``ignore``
 ======================  ==================  =======================  =============================  ====================
 
-With blocks, readers scale inputs by their own values: none of them takes static scales there.
+With blocks and groups, readers scale inputs by their own values: none of them takes static scales there.
 
 Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` and ``model_executor/models/utils.py``, which
 maps transformers' names to its own; huggingface/transformers 5.23, ``integrations/finegrained_fp8.py``;
 vllm-project/compressed-tensors 0.20, ``quantization/quant_args.py`` and ``quant_scheme.py`` (``FP8``, ``FP8_DYNAMIC``,
-``FP8_BLOCK``).
+``FP8_BLOCK``, ``MXFP8``) and ``compressors/mxfp8/base.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.export.layout import listed
-from lightning_fp8.export.scheme import Kind, Scheme
+from lightning_fp8.export.scheme import FLOAT_QUANTIZED, MXFP8_QUANTIZED, Kind, Scheme
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.runtime.choice import check_choice
 
@@ -64,18 +66,19 @@ class Layout(NamedTuple):
 
     def scheme(self, kind: Kind, static: bool) -> Scheme:
         """How weights with scales of this kind are quantized: with blocks, no reader takes static scales of inputs."""
-        return Scheme((kind,), self.suffixes[kind], self.input_name, static and kind != "block")
+        return Scheme((kind,), self.suffixes[kind], self.input_name, static and kind not in ("block", "group"))
 
 
 COMPRESSED_TENSORS, HF_FP8 = "compressed-tensors", "hf-fp8"
 _INV, _SCALE = "_scale_inv", "_scale"
+_WORDS: dict[Kind, str] = {"tensor": "a weight", "row": "each row", "block": "each block", "group": "every 32 elements"}
 _LAYOUTS = {
     one.name: one
     for one in (
         Layout(None, {"tensor": _SCALE, "block": _INV}, "input_scale", linear_only=False),
         # transformers 5.23 computes the size of a block from the number of scales when it dequantizes
         Layout(HF_FP8, {"tensor": _INV, "block": _INV}, "activation_scale", plain_by_end=True),
-        Layout(COMPRESSED_TENSORS, dict.fromkeys(("tensor", "row", "block"), _SCALE), "input_scale", (1,), ragged=True),
+        Layout(COMPRESSED_TENSORS, dict.fromkeys(_WORDS, _SCALE), "input_scale", (1,), ragged=True),
     )
 }
 
@@ -111,18 +114,22 @@ def kind_of_file(layout: Layout, kinds: Mapping[str, Kind]) -> Kind:
     Raises:
         ValueError: if there is none, or the layout has no such scales.
     """
-    rows, blocks = ([name for name, of in kinds.items() if of == kind] for kind in ("row", "block"))
-    if rows and blocks:
+    found = {kind: [name for name, of in kinds.items() if of == kind] for kind in _WORDS if kind in kinds.values()}
+    if "group" not in found and len(found) > 1:
+        # repeated where others have one for each row or block
+        found.pop("tensor", None)
+    if len(found) > 1:
+        (one, ones), (other, others) = [*found.items()][:2]
         raise ValueError(
-            f"export: weights with a scale for each row ({listed(rows)}) and for each block ({listed(blocks)}) cannot"
-            " be written to one file: it has one kind of scale. Export the model in parts, or give one of the two kinds"
-            " masters (`convert(model, frozen_weights='master')`)."
+            f"export: weights with a scale for {_WORDS[one]} ({listed(ones)}) and for {_WORDS[other]}"
+            f" ({listed(others)}) cannot be written to one file: it has one kind of scale. Export the model in parts,"
+            " or give one of the two kinds masters (`convert(model, frozen_weights='master')`)."
         )
-    kind: Kind = "row" if rows else "block" if blocks else "tensor"
+    kind, names = next(iter(found.items()), ("tensor", []))
     if kind not in layout.suffixes:
         raise ValueError(
-            f"export: layout={layout.name!r} has no place for scales of rows, and these weights have one for each row:"
-            f" {listed(rows)}. Pass `layout={COMPRESSED_TENSORS!r}`."
+            f"export: layout={layout.name!r} has no place for such scales, and these weights have one for"
+            f" {_WORDS[kind]}: {listed(names)}. Pass `layout={COMPRESSED_TENSORS!r}`."
         )
     return kind
 
@@ -176,18 +183,22 @@ def quantization_config(layout: Layout, scheme: Scheme, plain: Sequence[str]) ->
 
 
 def _compressed(kind: Kind, static: bool, plain: Sequence[str]) -> dict[str, Any]:
-    codes = {"num_bits": 8, "type": "float", "symmetric": True}
+    codes: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    if kind == "group":
+        codes |= {"group_size": e8m0.BLOCK, "scale_dtype": "torch.uint8"}
     weights = {**codes, "strategy": "channel" if kind == "row" else kind, "dynamic": False}
     inputs: dict[str, Any] = {**codes, "strategy": "tensor", "dynamic": not static}
     if kind == "block":
         weights["block_structure"] = [BLOCK, BLOCK]
         inputs |= {"strategy": "group", "group_size": BLOCK}
+    elif kind == "group":
+        inputs["strategy"] = "group"
     elif kind == "row" and not static:
         inputs["strategy"] = "token"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": "float-quantized",
+        "format": MXFP8_QUANTIZED if kind == "group" else FLOAT_QUANTIZED,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": [*plain],

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
-from lightning_fp8.export.published import Layout, Quantized
+from lightning_fp8.export.published import COMPRESSED_TENSORS, Layout, Quantized
 from lightning_fp8.export.scheme import Kind, Scheme
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
 from lightning_fp8.ops.operand import CurrentScale, WeightSlot
@@ -58,18 +59,13 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         found[name] = None
         if not gemm.precision.fprop_in_fp8:
             continue
-        if recipe.current.in_e8m0 and not is_held(weight):
-            raise ValueError(
-                f"export: no layout here has the scales of {recipe}, a power of two for every 32 elements. Convert the"
-                " model with another recipe (`unconvert`, then `convert`), or save it as any other model."
-            )
-        kind: Kind = "block" if recipe.current.blocks else "tensor"
+        kind: Kind = "group" if recipe.current.in_e8m0 else "block" if recipe.current.blocks else "tensor"
         has_scale = kind == "tensor"
         if is_held(weight):
             kind = kind_of(weight)
             has_scale = kind == "tensor" and weight.content.largest is not None
         # readers scale inputs by their own values where the scales of weights are for blocks
-        static = recipe.from_history and kind != "block"
+        static = recipe.from_history and kind not in ("block", "group")
         plan = Plan(
             kind,
             _weight_scale(weight) if has_scale else None,
@@ -123,6 +119,8 @@ def quantized(weight: Tensor, plan: Plan) -> Quantized:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
     payload, _, scale_inv, _ = ops.cast_weight_blocks(_plain(weight), slot, "rows")
+    if plan.kind == "group":
+        scale_inv = e8m0.from_tiles(scale_inv, len(payload), -(-payload.shape[1] // e8m0.BLOCK)).contiguous()
     return Quantized(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
 
 
@@ -133,29 +131,30 @@ def _plain(weight: Tensor) -> Tensor:
 def in_whole_blocks(
     plans: dict[str, Plan | None], tensors: Mapping[str, Tensor], plain: Collection[str], layout: Layout
 ) -> dict[str, Plan | None]:
-    """Leave out weights with incomplete blocks: a reader may compute the size of a block from the number of scales.
+    """Leave out weights with incomplete blocks, or groups: readers may compute their size from the number of scales.
 
     Those in ``plain`` are not written in FP8 in any case. A weight that exists in FP8 only keeps its blocks.
     """
-    left = [
-        name
-        for name, plan in plans.items()
-        if plan is not None and plan.kind == "block" and not is_held(tensors[name])
-        if name not in plain and any(size % BLOCK for size in tensors[name].shape)
-    ]
-    if not left or layout.ragged:
+    kinds = {name: plan.kind for name, plan in plans.items() if plan is not None and not is_held(tensors[name])}
+    groups, blocks = ([name for name, of in kinds.items() if of == kind] for kind in ("group", "block"))
+    left = [name for name in groups if tensors[name].shape[-1] % e8m0.BLOCK]
+    left += [name for name in blocks if not layout.ragged and any(size % BLOCK for size in tensors[name].shape)]
+    left = [name for name in left if name not in plain]
+    if not left:
         return plans
-    rule = f"a scale is for a whole block of {BLOCK} x {BLOCK} of a weight, and these weights have incomplete ones"
+    block = f"{e8m0.BLOCK} elements of a row" if groups else f"a block of {BLOCK} x {BLOCK}"
+    rule = f"a scale is for {block} of a weight, and these weights have incomplete ones"
+    remedy = "" if groups else f" `layout={COMPRESSED_TENSORS!r}` writes them in FP8."
     shapes = listed([f"{name} {tuple(tensors[name].shape)}" for name in left])
     plans = {**plans, **dict.fromkeys(left)}
     if not any(plan is not None for name, plan in plans.items() if name not in plain):
         raise ValueError(
-            f"export: {rule}: {shapes}. No weight would be in FP8. Pass `layout='compressed-tensors'`, whose readers"
-            " take them, or convert the model with another recipe (`unconvert`, then `convert`)."
+            f"export: {rule}: {shapes}. No weight would be in FP8.{remedy} Convert the model with another recipe"
+            " (`unconvert`, then `convert`)."
         )
     warnings.warn(
         f"export: {len(left)} weights are written as they are: {rule}: {shapes}. They ran in FP8 until now, so outputs"
-        " differ. `layout='compressed-tensors'` writes them in FP8.",
+        f" differ.{remedy}",
         stacklevel=3,
     )
     return plans

@@ -7,6 +7,7 @@ config                    scale of ``<layer>.weight``      one for each         
 ``fp8``, as vLLM          ``<layer>.weight_scale``         tensor                ``input_scale``
 ``fp8``, as transformers  ``<layer>.weight_scale_inv``     tensor                ``activation_scale``
 ``compressed-tensors``    ``<layer>.weight_scale``         tensor, row or block  ``input_scale``
+the same, in MXFP8        ``<layer>.weight_scale``         32 of a row, in E8M0  none
 ``modelopt``              ``<layer>.weight_scale``         tensor                ``input_scale``
 ========================  ===============================  ====================  ==================
 
@@ -28,16 +29,24 @@ from typing import Any, Literal
 
 from lightning_fp8.export.layout import CONFIG_FILE
 from lightning_fp8.export.shards import MODELOPT_FILE, read_json
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK
-from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe
 
-Kind = Literal["tensor", "row", "block"]
+# a group is 32 elements of a row, and its scale a power of two in one byte
+Kind = Literal["tensor", "row", "block", "group"]
+FLOAT_QUANTIZED, MXFP8_QUANTIZED = "float-quantized", "mxfp8-quantized"
 _BLOCKS = [BLOCK, BLOCK]
-_STRATEGIES: dict[str, Kind] = {"tensor": "tensor", "channel": "row", "block": "block"}
+# of compressed-tensors, by its formats
+_STRATEGIES: dict[str, dict[str, Kind]] = {
+    FLOAT_QUANTIZED: {"tensor": "tensor", "channel": "row", "block": "block"},
+    MXFP8_QUANTIZED: {"group": "group"},
+}
 _WORDS: dict[Kind, str] = {
     "tensor": "single numbers",
     "row": "a column with a number for each row",
     "block": f"a matrix with a number for each block of {BLOCK} x {BLOCK}",
+    "group": f"a matrix in uint8 with a number for every {e8m0.BLOCK} elements of a row",
 }
 _OF_CACHES = (".k_scale", ".v_scale", ".q_scale")
 
@@ -47,7 +56,7 @@ class Scheme:
     """How the weights of a checkpoint are quantized.
 
     Attributes:
-        kinds: for what a weight has one scale each: for the tensor, each row, or each block.
+        kinds: for what a weight has one scale each: for the tensor, each row, each block, or each group.
         suffix: what follows the name of a weight in that of its scale.
         input_name: what the name of its input's scale has in place of ``weight``.
         static: whether inputs have scales.
@@ -68,7 +77,14 @@ class Scheme:
     @property
     def recipe(self) -> type[Recipe]:
         """The recipe that scales weights and inputs alike, or most nearly."""
+        if self.in_e8m0:
+            return MXScaling
         return BlockScaling if "block" in self.kinds else DelayedScaling if self.static else CurrentScaling
+
+    @property
+    def in_e8m0(self) -> bool:
+        """Whether the scales of weights are powers of two in one byte."""
+        return "group" in self.kinds
 
     def scale_of(self, weight: str) -> str:
         """Name of a weight's scale."""
@@ -95,6 +111,7 @@ class Scheme:
             "tensor": [tuple(experts), (*experts, 1), (*experts, 1, 1)],
             "row": [(*experts, rows, 1)],
             "block": [(*experts, -(-rows // BLOCK), -(-columns // BLOCK))],
+            "group": [(*experts, rows, -(-columns // e8m0.BLOCK))],
         }
         return next((kind for kind in self.kinds if scale in fitting[kind]), None)
 
@@ -170,8 +187,8 @@ def _fp8(config: _Config, names: Collection[str]) -> Scheme:
 
 
 def _compressed_tensors(config: _Config, names: Collection[str]) -> Scheme:
-    if config.values.get("format") != "mixed-precision":
-        config.one_of("format", ("float-quantized",))
+    is_mixed = config.values.get("format") == "mixed-precision"
+    format_of_all = FLOAT_QUANTIZED if is_mixed else config.one_of("format", _STRATEGIES)
     # with either, the weights of the file are not those of the model
     config.one_of("transform_config", (None, {}))
     if config.values.get("sparsity_config"):
@@ -181,15 +198,18 @@ def _compressed_tensors(config: _Config, names: Collection[str]) -> Scheme:
     groups = config.part("config_groups")
     for name in groups.values:
         group = groups.part(name)
-        if group.values.get("format") is not None:
-            group.one_of("format", ("float-quantized",))
+        has_format = group.values.get("format") is not None
+        strategies = _STRATEGIES[group.one_of("format", _STRATEGIES) if has_format else format_of_all]
         weights = group.part("weights")
         expected = {"num_bits": (8,), "type": ("float",), "symmetric": (True, None), "dynamic": (False, None)}
         for key, choices in expected.items():
             weights.one_of(key, choices)
-        kind = _STRATEGIES[weights.one_of("strategy", _STRATEGIES)]
+        kind = strategies[weights.one_of("strategy", strategies)]
         if kind == "block":
             weights.one_of("block_structure", (_BLOCKS,))
+        elif kind == "group":
+            weights.one_of("group_size", (e8m0.BLOCK,))
+            weights.one_of("scale_dtype", ("torch.uint8",))
         kinds[kind] = None
         is_static = False
         if group.values.get("input_activations") is not None:
@@ -199,6 +219,10 @@ def _compressed_tensors(config: _Config, names: Collection[str]) -> Scheme:
             if is_static:
                 inputs.one_of("strategy", ("tensor",))
         static.add(is_static)
+    if "group" in kinds and (len(kinds) > 1 or True in static):
+        raise ValueError(
+            f"{config.file}: the groups of `{groups.place}` must all be in MXFP8, with dynamic inputs, or none of them."
+        )
     if len(static) != 1:
         raise ValueError(f"{config.file}: the groups of `{groups.place}` must all have static inputs, or none of them.")
     return Scheme(tuple(kinds), static=static == {True}, has_cache=config.has_cache)

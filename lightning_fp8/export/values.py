@@ -1,7 +1,7 @@
 """Codes and their scales: values, the scales of parts of a weight, and the largest codes.
 
-``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E]``, ``[E, N, 1]`` or
-``[E, ceil(N / 128), ceil(K / 128)] float32``, a multiplier of codes.
+``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E]``, ``[E, N, 1]``,
+``[E, ceil(N / 128), ceil(K / 128)]`` or ``[E, N, ceil(K / 32)] float32``, a multiplier of codes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fp8.export.names import Index, Piece, Shape
 from lightning_fp8.export.scheme import Kind
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, by_element
 from lightning_fp8.ops.formats import E4M3
 
@@ -37,9 +38,13 @@ class Scale(NamedTuple):
     @staticmethod
     def of(kind: Kind, weight: Shape, stored: Tensor) -> Scale:
         """A scale as a file has it, for a weight of this shape."""
+        if kind == "group":
+            return Scale(kind, e8m0.values_of(stored))
         return Scale(kind, stored.to(torch.float32).reshape(weight[:-2] if kind == "tensor" else stored.shape))
 
     def _by_element(self, codes: Tensor) -> Tensor:
+        if self.kind == "group":
+            return self.values.repeat_interleave(e8m0.BLOCK, -1)[..., : codes.shape[-1]]
         return by_element(self.values[..., None, None] if self.kind == "tensor" else self.values, codes)
 
     def dequantized(self, codes: Tensor, amax: Tensor | None = None) -> Tensor:
@@ -64,6 +69,9 @@ class Scale(NamedTuple):
     def largest_codes(self, codes: Tensor) -> Tensor:
         """The largest code, ``uint8`` without sign, for each number of the scale; :data:`NAN_CODE` if any is NaN."""
         magnitudes = codes.view(torch.uint8) & _MAGNITUDE
+        if self.kind == "group":
+            padded = F.pad(magnitudes, (0, -codes.shape[-1] % e8m0.BLOCK))
+            return padded.unflatten(-1, (-1, e8m0.BLOCK)).amax(-1)
         if self.kind != "block":
             return magnitudes.amax((-2, -1) if self.kind == "tensor" else -1, keepdim=self.kind == "row")
         rows, columns = (-size % BLOCK for size in codes.shape[-2:])
@@ -85,8 +93,13 @@ def scale_of_pieces(
     kind = scales[0].kind
     if any(scale.kind != kind for scale in scales):
         return None
-    grid = {"tensor": target[:-2], "row": (*target[:-1], 1), "block": (*target[:-2], *map(_blocks, target[-2:]))}[kind]
-    made = torch.full(grid, float("nan"))
+    grid = {
+        "tensor": target[:-2],
+        "row": (*target[:-1], 1),
+        "block": (*target[:-2], *map(_blocks, target[-2:])),
+        "group": (*target[:-1], _blocks(target[-1], e8m0.BLOCK)),
+    }
+    made = torch.full(grid[kind], float("nan"))
     for piece, scale, shape in zip(pieces, scales, shapes):
         of, at = (in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
         if of is None or at is None:
@@ -99,8 +112,8 @@ def scale_of_pieces(
     return Scale(kind, made)
 
 
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
+def _blocks(size: int, of: int = BLOCK) -> int:
+    return -(-size // of)
 
 
 def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
@@ -112,10 +125,11 @@ def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
         return tuple(experts)
     if kind == "row":
         return (*experts, rows, slice(0, 1))
-    ends = zip((rows, columns), shape[-2:])
-    if any(part.start % BLOCK or (part.stop % BLOCK and part.stop != size) for part, size in ends):
+    sides = (1, e8m0.BLOCK) if kind == "group" else (BLOCK, BLOCK)
+    ends = [*zip((rows, columns), shape[-2:], sides)]
+    if any(part.start % side or (part.stop % side and part.stop != size) for part, size, side in ends):
         return None
-    return (*experts, *(slice(part.start // BLOCK, _blocks(part.stop)) for part in (rows, columns)))
+    return (*experts, *(slice(part.start // side, _blocks(part.stop, side)) for part, _, side in ends))
 
 
 def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Scale]:

@@ -60,17 +60,17 @@ def export(
     :mod:`lightning_fp8.export.published` describes the layouts, and :func:`lightning_fp8.load_exported` reads them. The
     kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
     scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
-    :class:`~lightning_fp8.BlockScaling`, else one for each weight, computed from its current values. Scales of inputs
-    are those that an evaluation would use now, from the training history; with
-    :class:`~lightning_fp8.CurrentScaling` and with scales for blocks there are none, because readers scale inputs by
-    their own values.
+    :class:`~lightning_fp8.BlockScaling`, one for every 32 elements of a row with :class:`~lightning_fp8.MXScaling`,
+    else one for each weight, computed from its current values. Scales of inputs are those that an evaluation would use
+    now, from the training history; with :class:`~lightning_fp8.CurrentScaling` and with scales for blocks there are
+    none, because readers scale inputs by their own values.
 
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
     (vllm-project/vllm#40999). Layers that fell back or have fprop in bf16 are exported as plain ones. So are, with a
-    warning, experts in 3-D parameters, and, except in ``"compressed-tensors"``, weights with a master whose sizes are
-    no multiples of 128 under ``BlockScaling``. vLLM fuses q, k and v (also gate and up), with the largest of their
-    scales, and accepts them only if all or none are in FP8.
+    warning, experts in 3-D parameters, weights whose rows are no multiples of 32 under ``MXScaling``, and, except in
+    ``"compressed-tensors"``, those with a master whose sizes are no multiples of 128 under ``BlockScaling``. vLLM fuses
+    q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in FP8.
 
     A base that ``load_exported(..., frozen=True)`` has read is written back with ``layout=None``, or with the layout
     that it has: the same files, byte for byte, where nothing has changed. Weights that have, as by merging an adapter,
@@ -84,9 +84,9 @@ def export(
         model: a converted model after at least one optimizer step, or one that was read.
         path: a folder; created if needed.
         layout: ``"hf-fp8"``, as DeepSeek-V3 and Qwen3 are published and transformers reads them;
-            ``"compressed-tensors"`` (``float-quantized``), also with scales of rows and with incomplete blocks; None
-            for the layout that was read, or else vLLM's ``fp8``, with metadata by which ``load_exported`` restores the
-            scales bit for bit.
+            ``"compressed-tensors"`` (``float-quantized``), also with scales of rows and with incomplete blocks, and
+            ``mxfp8-quantized`` with ``MXScaling``; None for the layout that was read, or else vLLM's ``fp8``, with
+            metadata by which ``load_exported`` restores the scales bit for bit.
         dtype: dtype of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored
             dtypes, and with them bit-identical outputs.
         overwrite: replace an existing export.

@@ -184,6 +184,16 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
     return config
 
 
+def in_mxfp8(inputs: dict[str, Any] | None = None, weights: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A config of MXFP8, with changes."""
+    config = compressed_tensors("group", True, format="mxfp8-quantized")
+    group = config["config_groups"]["group_0"]
+    changes = {"group_size": 32, "scale_dtype": "torch.uint8"}
+    group["weights"] |= {**changes, **(weights or {})}
+    group["input_activations"] |= {**changes, "strategy": "group", **(inputs or {})}
+    return config
+
+
 CONFIGS: dict[str, tuple[Any, str]] = {
     "int8": (
         changed("weights", type="int"),
@@ -202,7 +212,25 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "inputs by row": (changed("input_activations", strategy="channel"), r"must have strategy='tensor', got 'channel'"),
     "packed": (
         compressed_tensors("block", True, format="pack-quantized"),
-        r"must have format='float-quantized', got 'p",
+        r"must have format='float-quantized' or 'mxfp8-quantized', got 'p",
+    ),
+    "MXFP8 in blocks": (
+        compressed_tensors("block", True, format="mxfp8-quantized"),
+        r"group_0\.weights` must have strategy='group', got 'block'",
+    ),
+    "other groups": (in_mxfp8(weights={"group_size": 64}), r"group_0\.weights` must have group_size=32, got 64"),
+    "scales in fp32": (in_mxfp8(weights={"scale_dtype": None}), r"must have scale_dtype='torch\.uint8', got None"),
+    "static MXFP8": (in_mxfp8({"dynamic": False, "strategy": "tensor"}), r"must all be in MXFP8, with dynamic inputs"),
+    "MXFP8 and blocks": (
+        {
+            **in_mxfp8(),
+            "format": "mixed-precision",
+            "config_groups": {
+                "a": {**in_mxfp8()["config_groups"]["group_0"], "format": "mxfp8-quantized"},
+                "b": compressed_tensors("block", True)["config_groups"]["group_0"],
+            },
+        },
+        r"must all be in MXFP8, with dynamic inputs, or none of them",
     ),
     "rotated": (
         compressed_tensors("block", True, transform_config={"config_groups": {"a": 1}}),

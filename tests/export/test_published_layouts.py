@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from exported import quantization, tensors_of, trained
+from exported import quantization, rewrite, tensors_of, trained
+from mx_numpy import in_mx
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, fall_back
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+    convert,
+    export,
+    fall_back,
+    load_exported,
+    scaling_state,
+)
+from lightning_fp8.export.values import in_grid
 from lightning_fp8.scaling.recipe import Recipe
 
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -173,6 +186,116 @@ def test_incomplete_blocks_are_left_to_a_layout_whose_readers_take_them(tmp_path
     codes, scale = fp8_numpy.cast_in_blocks(model["a"].model.layers[0].mlp.up_proj.weight.detach().numpy(), "e4m3", 128)
     assert np.array_equal(saved["a.model.layers.0.mlp.up_proj.weight"].view(torch.uint8).numpy(), codes)
     assert np.array_equal(saved["a.model.layers.0.mlp.up_proj.weight_scale"].numpy(), scale)
+
+
+MX = {"1 x 32": MXScaling(), "squares": MXScaling(weight_blocks=(32, 32))}
+
+
+def in_groups(codes: Tensor, scale: Tensor) -> np.ndarray:
+    """``code * 2**(scale - 127)`` in fp64, a scale for every 32 elements of a row."""
+    values = fp8_numpy.code_values("e4m3")[codes.view(torch.uint8).numpy()]
+    return np.ldexp(values, scale.numpy().astype(int).repeat(32, 1) - 127)
+
+
+@pytest.mark.parametrize("kind", MX)
+def test_compressed_tensors_reads_mxfp8(kind: str, tmp_path: Path) -> None:
+    model = exported(tmp_path, "compressed-tensors", MX[kind], RAGGED)
+    saved, weights = tensors_of(tmp_path), in_fp8(model)
+    config = QuantizationConfig.model_validate(quantization(tmp_path))
+    (group,) = config.config_groups.values()
+    for one, dynamic in ((group.weights, False), (group.input_activations, True)):
+        assert (one.num_bits, one.type, one.strategy, one.group_size) == (8, "float", "group", 32)
+        assert (one.scale_dtype, one.dynamic, one.symmetric) == (torch.uint8, dynamic, True)
+    expected = {}
+    for name, master in weights.items():
+        codes, scale = saved[name], saved[f"{name}_scale"]
+        assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.uint8)
+        assert scale.shape == (len(master), master.shape[1] // 32)
+        expected[name] = in_groups(codes, scale)
+        assert np.array_equal(expected[name], in_mx(master, squares=kind == "squares"))
+        # the package's own compressor, given the scales, writes the same bytes
+        of_layer = {"weight": master, "weight_scale": torch.exp2(scale.float() - 127)}
+        made = BaseCompressor.load_from_registry("mxfp8-quantized").compress(of_layer, group)
+        assert torch.equal(made["weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(made["weight_scale"], scale)
+    held = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ModelCompressor.from_compression_config(held.config.quantization_config).decompress_model(held)
+    found = {key: one for key, one in held.named_parameters() if "scale" not in key}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for key, parameter in found.items():
+        plain = parameter.detach().float().numpy()
+        assert np.array_equal(plain, expected[key] if key in weights else saved[key].numpy())
+
+
+@pytest.mark.filterwarnings("error:.*rounded to FP8 a second time")
+@pytest.mark.parametrize("kind", MX)
+def test_mxfp8_is_read_back(kind: str, tmp_path: Path) -> None:
+    model = exported(tmp_path, "compressed-tensors", MX[kind], RAGGED).eval()
+    # which the file has in fp32
+    fall_back(model, "lm_head")
+    saved, outputs = tensors_of(tmp_path), model(IDS).logits
+    for recipe in (None, MX[kind]):
+        loaded = llama(RAGGED)
+        load_exported(loaded if recipe is None else convert(loaded, recipe), tmp_path)
+        assert scaling_state(loaded).recipe == (recipe or MXScaling())
+        for name in in_fp8(model):
+            values = in_groups(saved[name], saved[f"{name}_scale"])
+            assert np.array_equal(loaded.get_parameter(name).detach().double().numpy(), values)
+        with torch.no_grad():
+            assert torch.equal(loaded(IDS).logits, outputs)
+    export(loaded, tmp_path / "again", layout="compressed-tensors")
+    again = tensors_of(tmp_path / "again")
+    for name in in_fp8(model):
+        values = (in_groups(one[name], one[f"{name}_scale"]) for one in (saved, again))
+        assert np.array_equal(*values)
+
+
+def test_mxfp8_in_squares_of_a_file_that_has_none(tmp_path: Path) -> None:
+    exported(tmp_path, "compressed-tensors", MXScaling(), RAGGED)
+    with pytest.warns(UserWarning, match="13 weights are rounded to FP8 a second time"):
+        load_exported(convert(llama(RAGGED), MX["squares"]), tmp_path)
+
+
+def test_groups_of_a_part_of_a_weight() -> None:
+    rows, shape = slice(3, 64), (64, 80)
+    assert in_grid((rows, slice(32, 80)), "group", shape) == (rows, slice(1, 3))
+    assert in_grid((5, rows, slice(0, 64)), "group", (6, *shape)) == (5, rows, slice(0, 2))
+    assert in_grid((rows, slice(16, 64)), "group", shape) is None
+    assert in_grid((rows, slice(0, 48)), "group", shape) is None
+
+
+@pytest.mark.filterwarnings("ignore:export. 1 weights are written as they are")
+def test_what_mxfp8_has_no_place_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64), nn.Linear(64, 16))
+    with torch.no_grad():
+        layers[0].weight[:, 32:] = 0
+    model = convert(layers, MXScaling())
+    for layout in (None, "hf-fp8"):
+        with pytest.raises(ValueError, match=r"one for every 32 elements: 0\.weight, .*Pass `layout='compressed-"):
+            export(model, tmp_path / "none", layout=layout)
+    with pytest.warns(UserWarning, match=r"1 weights are written as they are: a scale is for 32 elements.* \(64, 48\)"):
+        export(model, tmp_path, layout="compressed-tensors")
+    assert quantization(tmp_path)["ignore"] == ["1"]
+    saved = tensors_of(tmp_path)
+    # of zeros
+    assert not saved["0.weight_scale"][:, 1].any()
+    plain = [nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64), nn.Linear(64, 16)) for _ in range(3)]
+    load_exported(plain[0], tmp_path)
+    assert torch.equal(plain[0][0].weight[:, 32:], torch.zeros(48, 32))
+    with pytest.raises(ValueError, match=r"is in MXFP8.*without `frozen`"):
+        load_exported(plain[1], tmp_path, frozen=True)
+    with pytest.raises(ValueError, match=r"converted with BlockScaling.*has a scale for each group"):
+        load_exported(convert(copy.deepcopy(plain[1]), BlockScaling()), tmp_path)
+    # NaN in E8M0
+    saved["2.weight_scale"][3, 1] = 255
+    rewrite(tmp_path, saved)
+    with pytest.raises(ValueError, match=r"must be a number from 2\*\*-127 to 2\*\*127: 2\.weight_scale \(nan\)"):
+        load_exported(plain[1], tmp_path)
+    saved["2.weight_scale"] = saved["2.weight_scale"].float()
+    rewrite(tmp_path, saved)
+    with pytest.raises(ValueError, match=r"lack their scales as a matrix in uint8.*weight_scale \(\(16, 2\) float32\)"):
+        load_exported(plain[2], tmp_path)
 
 
 def in_a_step(model: nn.Module, recipe: Recipe, *shape: int) -> nn.Module:

@@ -219,5 +219,5 @@ def test_what_is_refused_by_name(tmp_path: Any) -> None:
             check_mx(capability)
     with pytest.raises(ValueError, match=r"MXScaling: `weight_blocks` must be \(1, 32\) or \(32, 32\), got \(128,"):
         MXScaling(weight_blocks=(128, 128))
-    with pytest.raises(ValueError, match=r"export: no layout .* MXScaling\(weight_blocks=\(1, 32\)\)"):
+    with pytest.raises(ValueError, match=r"layout=None has no place .* every 32 elements: weight\. Pass `layout='comp"):
         export(convert(torch.nn.Linear(64, 64), MXScaling()), tmp_path)
