@@ -95,9 +95,21 @@ def scaled_mm_v2(
     _require(one_each and not contraction_dim, "find_scaled_gemm_impl: one scale and one recipe for each operand")
     kinds = ScalingType(recipe_a[0]), ScalingType(recipe_b[0])
     of_a, of_b = scale_a[0], scale_b[0]
+    in_mx = kinds == (ScalingType.BlockWise1x32,) * 2
     for scale in (of_a, of_b):
-        _require(scale.dtype == torch.float32, f"find_scaled_gemm_impl: scales are float32, not {scale.dtype}")
-    if kinds == (ScalingType.TensorWise,) * 2:
+        wanted = torch.float8_e8m0fnu if in_mx else torch.float32
+        _require(scale.dtype == wanted, f"find_scaled_gemm_impl: scales are {wanted}, not {scale.dtype}")
+    if in_mx:
+        # check_mxfp8_recipe, native/ScaledBlasUtils.cpp
+        both = self.dtype == mat2.dtype == torch.float8_e4m3fn
+        _require(both, f"check_mxfp8_recipe: operands are float8_e4m3fn, not {self.dtype}, {mat2.dtype}")
+        _require(CAPABILITY >= (10, 0), "cuBLASLt: no scales for every 32 elements before compute capability 10.0")
+        # check_swizzle_lengths, _scaled_mxfp8_mxfp8
+        orders = [*swizzle_a, *swizzle_b]
+        tiles = orders == [F.SwizzleType.SWIZZLE_32_4_4.value] * 2
+        _require(tiles, f"_scaled_mxfp8_mxfp8: scales must be swizzled to SWIZZLE_32_4_4, got {orders}")
+        scales = _in_tiles(self, of_a), _in_tiles(mat2.t(), of_b)
+    elif kinds == (ScalingType.TensorWise,) * 2:
         # _scaled_tensorwise_tensorwise
         _require(of_a.numel() == of_b.numel() == 1, "_scaled_tensorwise_tensorwise: scales must have 1 element")
         scales = _tensor_wise(of_a), _tensor_wise(of_b)
@@ -183,6 +195,23 @@ def _in_blocks(operand: Tensor, scale: Tensor, kind: F.ScalingType) -> Tensor:
     return _in_memory(scale, (squares, blocks), (pitch, 1)).repeat_interleave(128, 0)[:rows]
 
 
+def _in_tiles(operand: Tensor, scale: Tensor) -> Tensor:
+    """The scales of ``[rows, K]`` as the GPU reads them, tile by tile -> ``[rows, K]``."""
+    (rows, k), blocks = operand.shape, -(-operand.shape[1] // 32)
+    size = _up_to(128, rows) * _up_to(4, blocks)
+    _require(scale.numel() == size, f"_scaled_mxfp8_mxfp8: scale should have {size} elements, got {scale.numel()}")
+    _require(scale.is_contiguous(), "_scaled_mxfp8_mxfp8: both scales should be contiguous")
+    # the layouts of cuBLASLt: whole blocks along K, K-major
+    _require(k % 32 == 0, f"cuBLASLt: K of {k} is a multiple of 32")
+    _require(operand.stride(1) == 1, "cuBLASLt: operands with scales for every 32 elements are K-major")
+    _require(scale.data_ptr() % ALIGNMENT == 0, "cuBLASLt: scales of blocks begin at multiples of 16 bytes")
+    row, block = torch.arange(rows)[:, None], torch.arange(blocks)
+    tile = row // 128 * (_up_to(4, blocks) // 4) + block // 4
+    codes = scale.view(torch.uint8)[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+    powers = torch.exp2(codes.double() - 127)
+    return torch.where(codes == 255, float("nan"), powers).repeat_interleave(32, 1)
+
+
 def _check_scale(scale: Tensor, shape: tuple[int, int], pitch: int) -> None:
     _require(scale.shape == shape, f"_scaled_block: scale must have shape {shape}, got {tuple(scale.shape)}")
     strides = scale.stride(0) == 1 and (scale.stride(1) == pitch or (shape[1] == 1 and scale.stride(1) == 1))
@@ -200,7 +229,7 @@ def _in_memory(tensor: Tensor, shape: tuple[int, int], strides: tuple[int, int])
 def _product(
     a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None, output: torch.dtype
 ) -> Tensor:
-    """Scales are ``[rows or 1, blocks along K or 1]``."""
+    """Scales are ``[rows or 1, blocks along K or 1]``, or for each element."""
     # _scaled_gemm, with the layouts of cublasCommonArgs, cuda/cuBlasCommonArgs.h
     by_rows = _lies_by_rows(a), not _lies_by_rows(b)
     # torch asks on Hopper; on Ada, cuBLASLt knows no other layout
@@ -213,7 +242,7 @@ def _product(
         fits = pitch >= width and pitch % ALIGNMENT == 0
         _require(fits, f"cuBLASLt: rows of {width} bytes cannot lie {pitch} bytes apart")
         _require(operand.data_ptr() % ALIGNMENT == 0, "cuBLASLt: operands begin at multiples of 16 bytes")
-        along_k = scales if scales.shape[1] == 1 else scales.repeat_interleave(128, 1)[:, :k]
+        along_k = scales if scales.shape[1] in (1, k) else scales.repeat_interleave(128, 1)[:, :k]
         values.append(operand.double() * along_k)
     out = values[0] @ values[1].t()
     return (out if bias is None else out + bias.flatten()).to(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,11 @@ from lightning_fp8.ops.amaxes import (
     update_scales,
 )
 from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.cuda import self_test_products
 from lightning_fp8.ops.cuda.layouts import as_taken
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
+from lightning_fp8.runtime.device import is_capturing
 from lightning_fp8.runtime.warn_once import warn_once
 
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
@@ -147,11 +150,16 @@ def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: tor
     """See the operator ``lightning_fp8::scaled_mm``, for operands with scales in E8M0 for every 32 along K.
 
     Raises:
-        RuntimeError: on a GPU whose tensor cores do not multiply such operands.
+        RuntimeError: on a GPU whose tensor cores do not multiply such operands, or on which the product is wrong.
     """
     if not a.payload.is_cuda or not (a.payload.numel() and b.payload.numel()):
         return scaled_mm_dequantized(a, b, bias, out_dtype)
-    check_mx(torch.cuda.get_device_capability(a.payload.device))
+    check_mx_product(a.payload.device)
+    return product_of_mx(a, b, bias, out_dtype)
+
+
+def product_of_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros."""
     m, n = len(a.payload), len(b.payload)
     a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
@@ -165,6 +173,29 @@ def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
     payload = operand.payload
     added = -payload.shape[1] % e8m0.BLOCK, -len(payload) % multiple
     return F.pad(payload, (0, added[0], 0, added[1])).view(FORMATS[operand.format].dtype)
+
+
+@functools.cache
+def check_mx_product(device: torch.device) -> None:
+    """RuntimeError unless :func:`product_of_mx` gives the exact results of small cases here. Waits, once per device."""
+    check_mx(torch.cuda.get_device_capability(device))
+    if is_capturing(True):
+        raise RuntimeError(
+            "The product of fp8-mx is used for the first time while a CUDA graph is captured, where it cannot be"
+            " tested. Run a step of the same kind, forward and backward, before the capture."
+        )
+    try:
+        failure = self_test_products.mx(device, product_of_mx)
+    except torch.OutOfMemoryError:
+        raise
+    # whatever torch and cuBLASLt raise where they do not know this product
+    except Exception as error:
+        failure = f"it raised {type(error).__name__}: {error}"
+    if failure is not None:
+        raise RuntimeError(
+            f"fp8-mx cannot run on {device}: torch.nn.functional.scaled_mm does not multiply its operands right"
+            f" ({failure}). Update torch (`pip install --upgrade torch`), or use precision='fp8-current' here."
+        )
 
 
 def check_mx(capability: tuple[int, int]) -> None:

@@ -1,0 +1,173 @@
+"""Products of MX operands by torch: padded as torch and cuBLASLt want, and tested on a device at their first use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import strict_scaled_mm
+import torch
+from strict_scaled_mm import RefusedError
+from torch import Tensor
+
+from lightning_fp8 import MXScaling
+from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.cuda import plain, self_test_products
+from lightning_fp8.ops.operand import Fp8Tensor, with_scale
+
+CPU = torch.device("cpu")
+SIZES = random.Random(0)
+RAGGED = [tuple(SIZES.randint(1, 300) for _ in range(3)) for _ in range(12)]
+
+
+@pytest.fixture
+def blackwell(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
+
+
+def operands(m: int, n: int, k: int) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """One by rows, one by columns, whose payload ends at a multiple of 16."""
+    generator = torch.Generator().manual_seed(m)
+    slot = with_scale(torch.ones(()), "e4m3")._replace(current=MXScaling().current)
+    a, b = (torch.randn(rows, columns, generator=generator) for rows, columns in ((m, k), (k, n)))
+    rows, _, scale_inv, _ = blocks.cast(a, slot, "rows")
+    _, columns, _, columns_scale_inv = blocks.cast(b, slot, "columns")
+    return Fp8Tensor(rows, scale_inv, "e4m3"), Fp8Tensor(columns, columns_scale_inv, "e4m3")
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (16, 16, 32), (128, 128, 128), *RAGGED])
+def test_any_size_is_padded_as_torch_wants(m: int, n: int, k: int) -> None:
+    a, b = operands(m, n, k)
+    bias = torch.randn(n).bfloat16().float()
+    for dtype in (torch.float32, torch.bfloat16):
+        for added in (None, bias):
+            out = plain.product_of_mx(a, b, added, dtype)
+            assert out.shape == (m, n)
+            assert out.is_contiguous()
+            expected = reference.scaled_mm_dequantized(a, b, added, torch.float32)
+            # fp64, and rounded once or, with a bias, twice; fp32 in another order
+            tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+            torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=1e-4)
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_what_the_stand_in_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = operands(32, 32, 64)
+    short = a._replace(scale_inv=a.scale_inv[:256])
+    with pytest.raises(RefusedError, match="scale should have 512 elements, got 256"):
+        plain.product_of_mx(short, b, None, torch.float32)
+    with pytest.raises(RefusedError, match=r"float8_e4m3fn, not torch\.float8_e5m2"):
+        plain.product_of_mx(a._replace(format="e5m2"), b, None, torch.float32)
+    monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (9, 0))
+    with pytest.raises(RefusedError, match=r"before compute capability 10\.0"):
+        plain.product_of_mx(a, b, None, torch.float32)
+
+
+def read_by_rows(operand: Tensor, scale: Tensor) -> Tensor:
+    """As if scales were not in tiles."""
+    blocks = -(-operand.shape[1] // 32)
+    codes = scale.view(torch.uint8)[: len(operand) * blocks].view(len(operand), blocks)
+    return torch.exp2(codes.double() - 127).repeat_interleave(32, 1)
+
+
+def tiles_by_columns(operand: Tensor, scale: Tensor) -> Tensor:
+    """As if tiles followed each other by columns."""
+    down, across = -(-len(operand) // 128), -(-operand.shape[1] // 128)
+    swapped = scale.view(torch.uint8).view(across, down, 512).transpose(0, 1).reshape(-1)
+    return REAL(operand, swapped.view(torch.float8_e8m0fnu))
+
+
+REAL = strict_scaled_mm._in_tiles
+WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "not in tiles": read_by_rows,
+    "tiles by columns": tiles_by_columns,
+    "an exponent too large": lambda operand, scale: REAL(operand, scale) * 2,
+    "one scale for a row": lambda operand, scale: REAL(operand, scale)[:, :1].expand(operand.shape),
+    "shifted by a row": lambda operand, scale: REAL(operand, scale).roll(1, 0),
+    "no scales": lambda operand, scale: torch.ones(operand.shape, dtype=torch.float64),
+}
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("what", WRONG)
+def test_the_self_test_finds(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert self_test_products.mx(CPU, plain.product_of_mx) is None
+    monkeypatch.setattr(strict_scaled_mm, "_in_tiles", WRONG[what])
+    assert "self-test at 272 x 144 x 288 in torch.bfloat16 gave" in str(self_test_products.mx(CPU, plain.product_of_mx))
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_the_self_test_finds_a_bias_or_a_size_that_is_not_ours() -> None:
+    def without_bias(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return plain.product_of_mx(a, b, None, dtype)
+
+    def of_whole_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        k = min(a.payload.shape[1], b.payload.shape[1]) // 32 * 32
+        cut = [
+            one._replace(payload=torch.where(torch.arange(one.payload.shape[1]) < k, one.payload, 0)) for one in (a, b)
+        ]
+        return plain.product_of_mx(*cut, bias, dtype)
+
+    assert "self-test at 272 x 144 x 288" in str(self_test_products.mx(CPU, without_bias))
+    assert "self-test at 133 x 71 x 171" in str(self_test_products.mx(CPU, of_whole_blocks))
+
+
+@pytest.mark.parametrize(
+    ("capability", "failure", "said"),
+    [
+        ((9, 0), None, r"fp8-mx has no product here"),
+        ((10, 0), None, None),
+        ((10, 3), "its self-test gave other sums", r"fp8-mx cannot run on cuda:0: .*\(its self-test gave other sums\)"),
+        (
+            (10, 0),
+            RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"),
+            r"it raised RuntimeError: CUBLAS.*use precision='fp8-cu",
+        ),
+    ],
+)
+def test_the_first_product_of_a_device(
+    capability: tuple[int, int], failure: str | Exception | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested: list[torch.device] = []
+
+    def test(device: torch.device, product: object) -> str | None:
+        tested.append(device)
+        if isinstance(failure, Exception):
+            raise failure
+        return failure
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(self_test_products, "mx", test)
+    plain.check_mx_product.cache_clear()
+    gpu = torch.device("cuda", 0)
+    for _ in range(2):
+        if said is None:
+            plain.check_mx_product(gpu)
+        else:
+            with pytest.raises(RuntimeError, match=said):
+                plain.check_mx_product(gpu)
+    # what has passed is not tested again
+    assert len(tested) == (0 if capability < (10, 0) else 1 if failure is None else 2)
+    plain.check_mx_product.cache_clear()
+    if said is None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="first time while a CUDA graph is captured"):
+            plain.check_mx_product(gpu)
+
+
+@pytest.mark.cuda
+def test_the_self_test_on_the_device() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(gpu) < (10, 0):
+        pytest.skip("its tensor cores take no scales for every 32 elements")
+    assert self_test_products.mx(gpu, plain.product_of_mx) is None
+    a, b = operands(200, 100, 300)
+    out = plain.scaled_mm_mx(
+        *(Fp8Tensor(one.payload.to(gpu), one.scale_inv.to(gpu), "e4m3") for one in (a, b)), None, torch.float32
+    )
+    torch.testing.assert_close(
+        out.cpu(), reference.scaled_mm_dequantized(a, b, None, torch.float32), rtol=1e-4, atol=1e-3
+    )
