@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import PrecisionSchedule, convert, scaling_state
 from lightning_fp8.examples import ByteGPT, Digits, EncoderClassifier, StdlibText
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.runtime.cpu import emulates_bf16
@@ -94,13 +94,16 @@ EVENTS: dict[str, Callable[[int], float]] = {
 }
 
 
-def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, float | None]:
+def train(
+    training: Training, recipe: Recipe | None, seed: int, schedule: PrecisionSchedule | None = None
+) -> dict[str, float | None]:
     """Losses, the accuracy of a classifier, and the shares of values that casts of inputs and gradients lose.
 
     Args:
         training: what to train.
         recipe: None for the baseline, without FP8.
         seed: of weights and batches.
+        schedule: what the layers run in over time.
     """
     torch.manual_seed(seed)
     (examples, held_out), model = training.data(), training.model()
@@ -114,6 +117,8 @@ def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, flo
     for step in range(training.steps):
         if gain is not None and training.outlier is not None:
             gain[0] = training.outlier(step)
+        if schedule is not None:
+            schedule.before_step(model, step, training.steps)
         optimizer.param_groups[0]["lr"] = model.learning_rate * training.learning_rate(step)  # type: ignore[operator]
         chosen = torch.randint(len(examples[0]), (training.batch,))
         with counting(state if step % COUNT_EVERY == 0 else None) as counted:

@@ -13,6 +13,7 @@ import lightning_fp8.runtime.torch_version  # noqa: F401, first, as the others f
 from lightning_fp8.callbacks import (
     DtypeAudit,
     Fp8ThroughputMonitor,
+    PrecisionSchedule,
     QuantizationProbe,
     RunRecord,
     ScaleFactorLogger,
@@ -47,6 +48,7 @@ __all__ = [
     "Fp8Precision",
     "Fp8ThroughputMonitor",
     "MXScaling",
+    "PrecisionSchedule",
     "QuantizationProbe",
     "RunRecord",
     "ScaleFactorLogger",

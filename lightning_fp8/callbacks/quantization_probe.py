@@ -1,9 +1,10 @@
-"""Which layers lose most precision in FP8: each converted layer compared with itself in bf16, on the live batch."""
+"""Which layers lose most precision in FP8, compared with themselves in bf16 on the live batch, and their outliers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_fp8.callbacks.input_statistics import NOT_SEEN, InputStatistics
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all
 from lightning_fp8.conversion.plan import converted
 from lightning_fp8.metrics.sqnr import signal_and_noise
@@ -20,13 +22,20 @@ from lightning_fp8.modules.base import Fp8Module
 
 
 class QuantizationProbe(RunWatcher):
-    """Compares each converted layer's output with that of the same layer in bf16, in training, on the live batch.
+    """Compares each converted layer's output with that of the same layer in bf16, in training, on the live batch, and
+    measures the outliers of its input.
 
     For each converted layer that runs in the probed step:
 
     - ``fp8/<module path>/sqnr_db``: signal to quantization noise, ``10 log10(sum(y^2) / sum((y_fp8 - y)^2))`` where
       y is the layer's output in bf16, in dB. About 28 for normally distributed operands; 6 dB less is one bit of
       precision less.
+    - ``fp8/<module path>/kurtosis``: of its input, ``mean((x - mean(x))^4) / mean((x - mean(x))^2)^2`` over all its
+      numbers; 3 if they are normally distributed. It grows with outliers long before the loss shows them (arXiv
+      2505.20524). No unit.
+    - ``fp8/<module path>/outlier_share``: for the last layer of a SwiGLU block of a known form, the share of the
+      numbers of its input with ``|x| > 10 sqrt(mean(x^2))``, 0 to 1. SwiGLU amplifies outliers in long runs (arXiv
+      2409.12517).
 
     The layers with the lowest values are the first candidates for ``ignore_modules``; :meth:`suggest_ignore_modules`
     prints the setting. Training is unaffected: no scale, gradient or random number changes. A probed step costs about
@@ -38,6 +47,7 @@ class QuantizationProbe(RunWatcher):
 
     Attributes:
         sqnr_db: by module path, of the newest probe.
+        outliers: ``kurtosis`` and ``outlier_share``, each by module path, of the newest probe.
 
     Raises:
         ValueError: unless ``every_n_steps`` is an integer of at least 1.
@@ -46,7 +56,9 @@ class QuantizationProbe(RunWatcher):
     def __init__(self, every_n_steps: int = 200) -> None:
         super().__init__(every_n_steps)
         self.sqnr_db: dict[str, float] = {}
+        self.outliers: dict[str, dict[str, float]] = {}
         self._layers: dict[str, Fp8Module] = {}
+        self._inputs: InputStatistics | None = None
         self._hooks: list[RemovableHandle] = []
         self._sums: dict[str, Tensor] = {}
         self._is_comparing = False
@@ -55,13 +67,15 @@ class QuantizationProbe(RunWatcher):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._starts(trainer, pl_module, "compare"):
             self._layers = dict(converted(pl_module))
+            self._inputs = InputStatistics(self._layers, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # the first micro-batch of a step: its numbers are logged with that step
-        if not self._when.begins():
+        if self._inputs is None or not self._when.begins():
             return
         self._sums = {}
+        self._inputs.start()
         for path, layer in self._layers.items():
             if not any(gemm.precision.fprop_in_fp8 for gemm in layer.fp8.values()):
                 continue
@@ -85,26 +99,38 @@ class QuantizationProbe(RunWatcher):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._layers:
-            self._when.ends(trainer.global_step)
-        if not self._hooks:
+        inputs = self._inputs
+        if inputs is None:
             return
+        self._when.ends(trainer.global_step)
+        if not inputs.is_watching:
+            return
+        inputs.stop()
         self._remove_hooks()
         sums, self._sums = self._sums, {}
-        if not sums:
-            rank_zero_warn(
-                "QuantizationProbe: no converted layer was called. Layers inside `torch.compile` cannot be watched:"
-                " probe a run without it."
-            )
+        if not inputs.has_seen:
+            rank_zero_warn(f"QuantizationProbe: {NOT_SEEN}: probe a run without it.")
         # zeros for a layer that this process has not run; where no process has, the ratio is NaN and is left out
-        device = pl_module.device
-        empty = torch.zeros(2, dtype=torch.float64, device=device)
+        empty = torch.zeros(2, dtype=torch.float64, device=pl_module.device)
         together = torch.stack([sums.get(path, empty) for path in self._layers])
-        signal, noise = trainer.strategy.reduce(together, reduce_op="sum").unbind(dim=1)
-        ratios = (10 * torch.log10(signal / noise)).tolist()
-        self.sqnr_db = {path: ratio for path, ratio in zip(self._layers, ratios, strict=True) if ratio == ratio}
-        metrics = {f"fp8/{path}/sqnr_db" if path else "fp8/sqnr_db": ratio for path, ratio in self.sqnr_db.items()}
-        log_to_all(trainer, metrics)
+        reduce = partial(trainer.strategy.reduce, reduce_op="sum")
+        signal, noise = reduce(together).unbind(dim=1)
+        values = {"sqnr_db": 10 * torch.log10(signal / noise), **inputs.values(reduce, pl_module.device)}
+        # the one copy to the host
+        rows = torch.stack([*values.values()]).tolist()
+        by_path = {
+            name: {path: value for path, value in zip(self._layers, row, strict=True) if value == value}
+            for name, row in zip(values, rows, strict=True)
+        }
+        log_to_all(
+            trainer,
+            {
+                f"fp8/{path}/{name}" if path else f"fp8/{name}": value
+                for name, found in by_path.items()
+                for path, value in found.items()
+            },
+        )
+        self.sqnr_db, self.outliers = by_path.pop("sqnr_db"), by_path
 
     def suggest_ignore_modules(self, below_db: float = 20.0) -> list[str]:
         """Print the settings that exclude the layers below ``below_db`` in the newest probe, worst first.
@@ -132,7 +158,9 @@ class QuantizationProbe(RunWatcher):
 
     @override
     def _stop(self) -> None:
-        self._layers = {}
+        if self._inputs is not None:
+            self._inputs.stop()
+        self._layers, self._inputs = {}, None
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:

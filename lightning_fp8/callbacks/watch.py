@@ -1,4 +1,4 @@
-"""Finds tensors with problems: stale scales, numbers lost in casts, steps with inf or NaN."""
+"""Finds tensors with problems: stale scales, numbers lost in casts, steps with inf or NaN, outliers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
 from lightning_fp8.scaling.statistics import cast_counts
 
-CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed")
+CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed", "kurtosis", "outliers")
 # One number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a limit.
 MIN_LOST = 10
 # which of the counts of casts are lost numbers, and of how many
@@ -29,7 +29,10 @@ class Limits:
         nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
         saturated_above: share of clipped numbers; fewer than ``MIN_LOST`` of them are never too much.
         underflowed_above: share of the nonzero numbers that became zero; with the same exception.
-        checks_in_a_row: number of consecutive checks at which a share has to be above its limit.
+        checks_in_a_row: number of consecutive checks at which a share, or one of the next two, has to be above its
+            limit.
+        kurtosis_above: kurtosis of an input.
+        outliers_above: share of outliers in the input behind a SwiGLU.
     """
 
     stale_steps: int | None
@@ -37,6 +40,8 @@ class Limits:
     saturated_above: float | None
     underflowed_above: float | None
     checks_in_a_row: int
+    kurtosis_above: float | None = None
+    outliers_above: float | None = None
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Watch:
         self._is_of_forward = torch.tensor(roles).repeat_interleave(len(state.module_names))
         self._seen = state.updates
         self._last_update = torch.zeros(count, dtype=torch.int64)
-        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in _LOST}
+        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in (*_LOST, "kurtosis", "outliers")}
         state.model.before_update.append(self._see_update)
 
     def close(self) -> None:
@@ -123,12 +128,16 @@ class Watch:
         self._with_gradient |= torch.stack(found)
 
     @torch.no_grad()
-    def check(self, step: int, sum_over_processes: Callable[[Tensor], Tensor]) -> Findings:
+    def check(
+        self, step: int, sum_over_processes: Callable[[Tensor], Tensor], inputs: Tensor | None = None
+    ) -> Findings:
         """Find the tensors that have problems now.
 
         Args:
             step: number of steps so far, in the unit of ``stale_steps``.
             sum_over_processes: sums a tensor over all processes, all of which have to check at the same time.
+            inputs: kurtosis and share of outliers of all processes together, ``[2, R] float64`` on the device, NaN
+                where there is none.
         """
         state, most, limit = self.state, self._most_in_a_row, self.limits.nonfinite_steps or 0
         # while gradients are accumulated an amax may wait for its update
@@ -136,8 +145,10 @@ class Watch:
         # where scales are not reduced, each process may see different steps
         seen = (self._updates > 0, waiting, self._with_gradient.repeat(len(LAYOUT)), most >= limit, most > 0)
         summed = sum_over_processes(torch.cat([cast_counts(state).t(), torch.stack(seen)]))
-        # the one copy to the host, which waits for it
-        *counts, most_in_a_row = torch.cat([summed, most[None]]).cpu()
+        if inputs is None:
+            inputs = torch.full((2, len(state.names)), torch.nan, dtype=torch.float64, device=state.device)
+        # the one copy to the host, which waits for it; float64 holds the counts
+        *counts, most_in_a_row, kurtosis, outliers = torch.cat([summed.double(), most[None].double(), inputs]).cpu()
         updated, waiting, with_gradient, in_a_row, nonfinite = (count > 0 for count in counts[4:])
         updated, in_fp8 = updated & self._is_delayed, state.rows_in_fp8
         of_layers = updated.view(len(LAYOUT), -1).any(0).repeat(len(LAYOUT)) & self._is_of_forward
@@ -156,12 +167,18 @@ class Watch:
             findings.tensors["stale"] = _numbers(stale, age)
         if self.limits.nonfinite_steps is not None:
             findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row.clamp(min=limit))
-        for name in self._above:
+        for name, values in (("kurtosis", kurtosis), ("outliers", outliers)):
+            above = getattr(self.limits, f"{name}_above")
+            if above is not None:
+                findings.tensors[name] = self._lasting(name, values > above, ~values.isnan() & in_fp8, values)
+        for name in _LOST:
             share = getattr(self.limits, f"{name}_above")
             if share is not None:
                 # counts from before a layer fell back say nothing about the run
                 lost, of = (counts[number] * in_fp8 for number in _LOST[name])
-                findings.tensors[name] = self._lasting(name, lost, of, share)
+                shares = lost / of.clamp(min=1)
+                is_above = (shares > share) & (lost >= MIN_LOST)
+                findings.tensors[name] = self._lasting(name, is_above, of > 0, shares)
                 findings.lost[name] = {row: (int(lost[row]), int(of[row])) for row in findings.tensors[name]}
         return findings
 
@@ -177,12 +194,10 @@ class Watch:
         # a streak may continue
         self._most_in_a_row = self._nonfinite_in_a_row.clone()
 
-    def _lasting(self, name: str, lost: Tensor, of: Tensor, limit: float) -> dict[int, float]:
-        share = lost.double() / of.clamp(min=1)
-        above = (share > limit) & (lost >= MIN_LOST)
-        # a check at which the tensor was not cast changes nothing
-        self._above[name] = torch.where(of > 0, (self._above[name] + 1) * above, self._above[name])
-        return _numbers((self._above[name] >= self.limits.checks_in_a_row) & (of > 0), share)
+    def _lasting(self, name: str, is_above: Tensor, was_seen: Tensor, values: Tensor) -> dict[int, float]:
+        # a check at which the tensor was not cast, or not seen, changes nothing
+        self._above[name] = torch.where(was_seen, (self._above[name] + 1) * is_above, self._above[name])
+        return _numbers((self._above[name] >= self.limits.checks_in_a_row) & was_seen, values)
 
 
 def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:

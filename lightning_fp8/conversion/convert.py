@@ -21,9 +21,9 @@ from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.fused_blocks import fuse_feed_forward
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules
-from lightning_fp8.ops.formats import Product
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
+from lightning_fp8.scaling.precision import BF16, Choice
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -218,8 +218,8 @@ def scaling_state(module: nn.Module) -> ScalingState:
 def fall_back(module: nn.Module, name: str) -> None:
     """Run one layer's GEMMs without FP8 from its next forward on: in bf16 under autocast, else in its input's dtype.
 
-    The layer keeps its scales. ``scaling_state(model).fallbacks`` names such layers, and checkpoints record them. To
-    undo it, call ``unconvert`` and then ``convert``.
+    ``scaling_state(model).fallbacks`` names such layers, and checkpoints record them. The layer's histories are
+    dropped. To undo it, call ``unconvert`` and then ``convert``.
 
     Args:
         module: a converted model.
@@ -228,7 +228,13 @@ def fall_back(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: if the model is not converted, no converted layer has this name, or its weight is gathered in FP8.
     """
-    scaling_state(module).fall_back(name)
+    state = scaling_state(module)
+    if name not in state.module_names:
+        raise ValueError(
+            f"There is no converted module {name!r} to fall back. The first ones are:"
+            f" {', '.join(map(repr, state.module_names[:6]))}."
+        )
+    state.switch("move", {state.module_names.index(name): BF16})
 
 
 def _attach(plan: ConversionPlan) -> ScalingState:
@@ -273,12 +279,12 @@ def _give_settings(plan: ConversionPlan) -> None:
     layers = [layer for _, layer in plan.converted]
     for state in {layer.scaling_state for layer in layers}:
         state.configure(plan.config)
-    changed: dict[int, tuple[Product, ...]] = {}
+    changed: dict[int, Choice] = {}
     for one in plan.layers:
         if isinstance(one.layer, Fp8Module) and one.layer.in_bf16 != one.in_bf16:
-            changed |= {gemm.module: one.in_bf16 for gemm in one.layer.fp8.values()}
+            changed |= {gemm.module: Choice(one.in_bf16) for gemm in one.layer.fp8.values()}
     if changed:
-        plan.state.set_products(changed)
+        plan.state.switch("settings", changed)
     if plan.config.frozen_weights == "fp8":
         keep_in_fp8([module for _, module in plan.modules])
     else:

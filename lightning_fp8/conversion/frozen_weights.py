@@ -14,6 +14,7 @@ from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.frozen_layers import free_masters, gemms_by_weight, replace_weight, what_was_rounded
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scaling.precision import Choice
 
 
 def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
@@ -23,7 +24,7 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
         modules: all modules of the model, each once.
     """
     uses, layers = _uses(modules), [module for module in modules if isinstance(module, Fp8Module)]
-    restore_masters(layer for layer in layers if any(gemm.precision.needs_weight for gemm in layer.fp8.values()))
+    restore_masters(layer for layer in layers if Choice(layer.in_bf16).needs_weight)
     for layer in layers:
         for gemm, weight in layer.gemms():
             gemm.weight_cast.fp8_only = _reason_against(gemm, weight, uses) is None
@@ -81,7 +82,7 @@ def _note(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str:
 
 
 def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | None:
-    if gemm.precision.needs_weight:
+    if gemm.precision.of("settings").needs_weight:
         return "is multiplied in bf16"
     if isinstance(weight, DTensor):
         return "is sharded"

@@ -23,9 +23,9 @@ from lightning_fp8.conversion.settings import checked_settings, products_in_bf16
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
-from lightning_fp8.ops.formats import OPERAND_OF
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.config import Fp8Config
+from lightning_fp8.scaling.precision import Choice
 from lightning_fp8.scaling.recipe import DelayedScaling, Recipe
 from lightning_fp8.scaling.state import ScalingState
 
@@ -111,9 +111,9 @@ class ConversionPlan:
         check_patterns_among(self.modules, tuple(self.settings.get("overrides", ())), "overrides")
         self._check_recipe()
         for one in self.layers:
-            if isinstance(one.layer, Fp8Module) and not OPERAND_OF["weight"].isdisjoint(one.in_bf16):
+            if isinstance(one.layer, Fp8Module):
                 for gemm in one.layer.fp8.values():
-                    gemm.precision.check_may_fall_back(gemm.name)
+                    gemm.precision.check(gemm.name, Choice(one.in_bf16))
         for one, _ in self.chosen:
             check_dtype(one.path, one.layer)
         if not self.chosen:

@@ -15,6 +15,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.paths import numbered
+from lightning_fp8.scaling.precision import AS_SET
 
 # the smallest share of the model's parameters that is reported if it is not in FP8
 LARGE_SHARE = 0.01
@@ -59,12 +60,15 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     if isinstance(layer, Fp8Experts):
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
     owners = [gemm.input_owner.name for gemm in of_gemms if gemm.input_owner is not None]
-    current = [gemm.name for gemm in of_gemms if gemm.precision.in_fp8 and gemm.precision.is_current]
-    fallen = [gemm.name for gemm in of_gemms if not gemm.precision.in_fp8]
+    moves = {gemm.name: gemm.precision.of("move") for gemm in of_gemms}
+    current = [name for name, move in moves.items() if move.is_current and not move.is_bf16]
+    fallen = [name for name, move in moves.items() if move.is_bf16]
+    scheduled = dict.fromkeys(str(choice) for gemm in of_gemms if (choice := gemm.precision.of("schedule")) != AS_SET)
     named = (
         ("shares its input with ", owners),
         ("moved to current scaling: ", current),
         ("fell back to bf16: ", fallen),
+        ("by the schedule ", scheduled),
     )
     remarks = [in_bf16, *(what + ", ".join(names) for what, names in named if names), fused, held]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])

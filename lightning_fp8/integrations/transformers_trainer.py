@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_of_callback, scales_of_callbacks
 from lightning_fp8.conversion.convert import carry_out_for_run
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.conversion.schedule import Schedule
 from lightning_fp8.conversion.settings import Overrides, checked_settings
 from lightning_fp8.modules.all_gather import on_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
@@ -25,6 +27,10 @@ except ImportError as error:
 if not hasattr(TrainerCallback, "on_pre_optimizer_step"):
     # without this event nothing would update the scales
     raise ImportError("Fp8Callback needs a newer transformers: `pip install --upgrade 'transformers[torch]'`.")
+
+
+# shown by default, unlike what transformers logs as information
+_LOG = logging.getLogger("lightning_fp8")
 
 
 class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -45,6 +51,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         frozen_weights: as in ``convert``.
         overrides: as in ``convert``.
         bf16_blocks: as in ``convert``.
+        schedule: as in :class:`lightning_fp8.PrecisionSchedule`; each switch is printed by the main process.
 
     Raises:
         ImportError: at import, without transformers.
@@ -63,6 +70,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         frozen_weights: FrozenWeights | None = None,
         overrides: Overrides | None = None,
         bf16_blocks: tuple[int, int] | None = None,
+        schedule: Mapping[Any, Any] | None = None,
     ) -> None:
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
         self.settings = checked_settings(
@@ -74,6 +82,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             overrides=overrides,
             bf16_blocks=bf16_blocks,
         )
+        self._schedule = None if schedule is None else Schedule(schedule)
         self._scaling: ScalingState | None = None
         # number of updates of the scales before this optimizer step
         self._updates = 0
@@ -83,6 +92,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         args = {**self.settings, "ignore_modules": list(self.ignore_modules)}
         if "recipe" in args:
             args["recipe"] = args["recipe"].as_dict()
+        if self._schedule is not None:
+            args["schedule"] = self._schedule.entries
         scaling = self._scaling
         return {"args": args, "attributes": {SCALES: as_text(scaling)} if scaling is not None else {}}
 
@@ -98,10 +109,20 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         # drop what was recorded in a step that an earlier call of `train` abandoned: its gradients are dropped too
         scaling.discard()
         self._updates = scaling.updates
+        # a schedule belongs to one run
+        scaling.end_schedule()
+        if self._schedule is not None:
+            self._schedule.start(kwargs["model"], state.max_steps)
         # the Trainer requires an entry, which a checkpoint of a run without this callback lacks
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if state.global_step > 0:
             _load(scaling, scales_of_callback(saved), f"The checkpoint of step {state.global_step}")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the model run as the schedule says."""
+        said = "" if self._schedule is None else self._schedule.apply(state.global_step)
+        if said and state.is_world_process_zero:
+            _LOG.warning(said)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the scales."""

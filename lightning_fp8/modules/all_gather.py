@@ -157,7 +157,7 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     for layer in model.modules():
         for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
             is_own = slots[id(weight)] == 1 and gemm.weight_cast.part is None
-            if not (gemm.precision.in_fp8 and is_own and _is_sharded_by_rows(weight)) or gemm.precision.needs_weight:
+            if not (is_own and _is_sharded_by_rows(weight)) or gemm.precision.needs_weight:
                 continue
             if gemm.weight_scaling.blocks:
                 raise ValueError(

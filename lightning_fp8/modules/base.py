@@ -63,13 +63,13 @@ class Fp8Module(nn.Module):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether any of its own GEMMs runs in FP8: False if all of them fell back."""
+        """Whether any of its own GEMMs has a product in FP8 now."""
         return any(gemm.precision.in_fp8 for gemm in self.fp8.values())
 
     @property
     def in_bf16(self) -> tuple[Product, ...]:
-        """Products that its GEMMs compute in bf16, unless they have fallen back."""
-        return next(iter(self.fp8.values())).precision.in_bf16
+        """Products that the settings of the conversion put in bf16."""
+        return next(iter(self.fp8.values())).precision.of("settings").in_bf16
 
     @property
     def records(self) -> bool:

@@ -279,7 +279,11 @@ class Fp8Precision(PrecisionCore):
         self._fitting = ()
         self._loop_weights = LoopWeights(model)
         trainer = self._trainer
-        self._allow_forwards(math.inf if trainer is not None and trainer.state.fn == TrainerFn.FITTING else 0)
+        is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        for state in self._states if is_fit else ():
+            # a schedule belongs to one run
+            state.end_schedule()
+        self._allow_forwards(math.inf if is_fit else 0)
         return model, optimizers, lr_schedulers
 
     def _allow_forwards(self, before_training: float) -> None:

@@ -69,7 +69,7 @@ class Fp8Model:
         histories_fit: whether the histories belong to the weights, as last seen.
         no_history: ``[1, D] float32`` zeros, for casts that use no history.
         shared_rows: rows of inputs that are recorded in another row, and that row, each ``[S] int64``.
-        current_rows: rows of the tensors that have moved to the scales of their own values; None if there are none.
+        current_rows: rows of the tensors that are on the scales of their own values; None if there are none.
     """
 
     def __init__(self, state: Scales) -> None:
@@ -99,7 +99,6 @@ class Fp8Model:
         with torch.inference_mode(False):
             self.no_history = torch.zeros(1, self.state.delayed, dtype=torch.float32, device=self.state.device)
         self.on_input_owners()
-        self.forget_histories()
         self.on_precisions()
 
     def place(self) -> None:
@@ -115,13 +114,16 @@ class Fp8Model:
             self.shared_rows = torch.tensor(rows, dtype=torch.int64, device=self.state.device).view(-1, 2).t()
 
     def on_precisions(self) -> None:
-        """Modules have moved to the scales of their own values, or back."""
+        """Modules run in something else than before."""
         self.changes += 1
+        self.forget_histories()
         state = self.state
         is_current = [one.is_current and state.recipe.from_history for one in state.precisions]
         rows = [row for row in range(state.delayed) if is_current[state.module_of(row)]]
         with torch.inference_mode(False):
-            self.current_rows = torch.tensor(rows, dtype=torch.int64, device=state.device) if rows else None
+            # pinned, so that nothing waits
+            pinned = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=state.device.type == "cuda")
+            self.current_rows = pinned.to(state.device, non_blocking=True) if rows else None
         self.place()
 
     # Which tensors have a history. Each update asks the device, which answers a step or two later. A tensor that is

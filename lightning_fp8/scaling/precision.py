@@ -1,43 +1,95 @@
-"""In which precision the products of one converted layer run."""
+"""In which precision the products of one converted layer run, and who asked for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from lightning_fp8.ops.formats import OPERAND_OF, Product, Role
+from lightning_fp8.ops.formats import OPERAND_OF, PRODUCTS, Product, Role
+
+# the settings of the conversion; the schedule, by the step; what a checkpoint records: `fall_back` and `ScaleWatchdog`
+Origin = Literal["settings", "schedule", "move"]
 
 
-@dataclass
-class LayerPrecision:
-    """Whether the GEMMs of one module run in FP8. Each forward reads it.
+class Choice(NamedTuple):
+    """What one origin asks of a layer.
 
     Attributes:
-        in_fp8: whether any of the GEMMs runs in FP8: False if the module has fallen back.
-        may_fall_back: whether the module can fall back.
-        in_bf16: the products that run in bf16 even if the module has not fallen back.
+        in_bf16: the products to compute in bf16, in the order of ``PRODUCTS``.
         is_current: whether its input and gradient are scaled by their own values under a recipe with histories.
     """
 
-    in_fp8: bool = True
-    may_fall_back: bool = True
     in_bf16: tuple[Product, ...] = ()
     is_current: bool = False
 
     @property
-    def fprop_in_fp8(self) -> bool:
-        """Whether the output is that of an FP8 product."""
-        return self.in_fp8 and "fprop" not in self.in_bf16
+    def is_bf16(self) -> bool:
+        """Whether no product runs in FP8."""
+        return len(self.in_bf16) == len(PRODUCTS)
 
     @property
     def needs_weight(self) -> bool:
         """Whether a product takes the weight itself, not its FP8 cast."""
         return not OPERAND_OF["weight"].isdisjoint(self.in_bf16)
 
-    def check_may_fall_back(self, module_name: str) -> None:
-        """Raise a ValueError if the module cannot fall back."""
-        if not self.may_fall_back:
+    def __str__(self) -> str:
+        products = "bf16" if self.is_bf16 else f"{' and '.join(self.in_bf16)} in bf16" if self.in_bf16 else ""
+        current = "current scaling" if self.is_current and not self.is_bf16 else ""
+        return ", ".join(filter(None, (products, current))) or "FP8"
+
+
+AS_SET = Choice()
+BF16 = Choice(PRODUCTS)
+
+
+@dataclass
+class LayerPrecision:
+    """What the GEMMs of one module run in. Each forward reads it; :meth:`ScalingState.switch` alone changes it.
+
+    A product is in bf16 if any origin has it there, so a schedule takes nothing out of bf16 that the settings or the
+    watchdog put there; the same for current scaling.
+
+    Attributes:
+        in_fp8: whether any of the products runs in FP8.
+        in_bf16: the products that run in bf16.
+        is_current: see :class:`Choice`.
+        may_fall_back: whether products that take the weight itself may run in bf16.
+        choices: by origin, what it asks for.
+    """
+
+    in_fp8: bool = True
+    in_bf16: tuple[Product, ...] = ()
+    is_current: bool = False
+    may_fall_back: bool = True
+    choices: dict[Origin, Choice] = field(default_factory=dict)
+
+    def of(self, origin: Origin) -> Choice:
+        """What this origin asks for."""
+        return self.choices.get(origin, AS_SET)
+
+    def choose(self, choices: dict[Origin, Choice]) -> None:
+        """Set what some of the origins ask for."""
+        self.choices = {**self.choices, **choices}
+        asked = self.choices.values()
+        self.in_bf16 = tuple(product for product in PRODUCTS if any(product in one.in_bf16 for one in asked))
+        self.in_fp8 = len(self.in_bf16) < len(PRODUCTS)
+        self.is_current = any(one.is_current for one in asked)
+
+    @property
+    def fprop_in_fp8(self) -> bool:
+        """Whether the output is that of an FP8 product."""
+        return "fprop" not in self.in_bf16
+
+    @property
+    def needs_weight(self) -> bool:
+        """Whether a product takes the weight itself, not its FP8 cast."""
+        return Choice(self.in_bf16).needs_weight
+
+    def check(self, module_name: str, choice: Choice) -> None:
+        """Raise a ValueError if the module cannot run so."""
+        if choice.needs_weight and not self.may_fall_back:
             raise ValueError(f"{module_name!r} cannot fall back: its weight is gathered in FP8 (`fp8_all_gather`).")
 
     def casts(self, role: Role) -> bool:
         """Whether the tensor of this role is cast to FP8 for any product."""
-        return self.in_fp8 and not OPERAND_OF[role].issubset(self.in_bf16)
+        return not OPERAND_OF[role].issubset(self.in_bf16)

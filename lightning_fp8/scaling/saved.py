@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops.formats import PRODUCTS
+from lightning_fp8.scaling.precision import Choice
 from lightning_fp8.scaling.scales import Scales
 
 # the values of a tensor that has not been recorded
@@ -35,13 +37,13 @@ def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
     # One entry is pushed at a time from the front, so the filled part is as long as the number of non-zero entries.
     longest = int((history > 0).sum(dim=0).max()) if state.delayed else 0
     columns = history[:longest].t().contiguous()
-    precisions = [state.precisions[state.module_of(row)] for row in range(state.delayed)]
+    moves = [state.precisions[state.module_of(row)].of("move") for row in range(state.delayed)]
     return {
         name: {
             **({"amax": amax[row], "amax_history": columns[row], "scale": scale[row]} if has_scales else {}),
             "nonfinite_steps": nonfinite[row],
-            "in_fp8": torch.tensor(precisions[row].in_fp8),
-            **({"is_current": torch.tensor(precisions[row].is_current)} if has_scales else {}),
+            "in_fp8": torch.tensor(not moves[row].is_bf16),
+            **({"is_current": torch.tensor(moves[row].is_current)} if has_scales else {}),
         }
         for row, name in enumerate(state.names[: state.delayed])
     }
@@ -55,6 +57,8 @@ def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> 
         raise ValueError(f"The scaling state does not fit this model.{misfit} {REMEDY}")
     for name in names:
         _check_entry(name, entries[name])
+    # the first names are those of the modules' inputs
+    state.switch("move", {module: _move(entries[name]) for module, name in enumerate(names[: len(state.module_names)])})
     entries = {name: {**_NO_SCALES, **entries[name]} for name in names}
     history = torch.zeros(state.amax_history.shape)
     for row, name in enumerate(names):
@@ -64,10 +68,13 @@ def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> 
     for field in ("amax", "scale", "nonfinite_steps"):
         values = [entries[name][field].reshape(()).cpu() for name in names]
         getattr(state, field).data[: state.delayed] = torch.stack(values).to(state.device)
-    for module in range(len(state.module_names)):
-        # checkpoints up to 0.3.0 lack `in_fp8`; those up to 0.5.0 and those of other recipes lack `is_current`
-        state.precisions[module].in_fp8 = bool(entries[names[module]].get("in_fp8", True))
-        state.precisions[module].is_current = bool(entries[names[module]].get("is_current", False))
+
+
+def _move(entry: Mapping[str, Tensor]) -> Choice:
+    """What the layer of a saved tensor was moved to."""
+    # checkpoints up to 0.3.0 lack `in_fp8`; those up to 0.5.0 and those of other recipes lack `is_current`
+    in_fp8, is_current = bool(entry.get("in_fp8", True)), bool(entry.get("is_current", False))
+    return Choice(() if in_fp8 else PRODUCTS, is_current)
 
 
 def load_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]], strict: bool, prefix: str = "") -> None:

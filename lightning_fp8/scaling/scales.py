@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.scaling.config import Fp8Config
-from lightning_fp8.scaling.precision import LayerPrecision
+from lightning_fp8.scaling.precision import Choice, LayerPrecision, Origin
 from lightning_fp8.scaling.recipe import Recipe
 
 
@@ -43,6 +43,8 @@ class Scales(Protocol):
 
     @property
     def rows_in_fp8(self) -> Tensor: ...  # noqa: D102
+
+    def switch(self, origin: Origin, choices: Mapping[int, Choice]) -> None: ...  # noqa: D102
 
     def row_of(self, module: int, role: Role) -> int: ...  # noqa: D102
 

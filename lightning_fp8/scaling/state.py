@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import power_of_2, scale_below
 from lightning_fp8.ops.basic import update_scales
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, Product, Role
+from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, Role
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
-from lightning_fp8.scaling.precision import LayerPrecision
+from lightning_fp8.scaling.precision import AS_SET, Choice, LayerPrecision, Origin
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
 from lightning_fp8.scaling.uneven_inputs import Updates, check_joined
@@ -181,42 +181,56 @@ class ScalingState(Joinable):
 
     @property
     def current_modules(self) -> tuple[str, ...]:
-        """Names of the modules that have moved from histories to the scales of their own values."""
-        is_current = (one.is_current and self.recipe.from_history for one in self.precisions)
+        """Names of the modules that a move keeps on the scales of their own values in place of histories."""
+        is_current = (one.of("move").is_current and self.recipe.from_history for one in self.precisions)
         return tuple(itertools.compress(self.module_names, is_current))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """Names of the layers that have fallen back."""
-        return tuple(name for name, one in zip(self.module_names, self.precisions, strict=True) if not one.in_fp8)
+        return tuple(itertools.compress(self.module_names, (one.of("move").is_bf16 for one in self.precisions)))
 
-    def fall_back(self, module_name: str) -> None:
-        """See :func:`lightning_fp8.fall_back`."""
-        if module_name not in self.module_names:
-            raise ValueError(
-                f"There is no converted module {module_name!r} to fall back. The first ones are:"
-                f" {', '.join(map(repr, self.module_names[:6]))}."
-            )
-        precision = self.precisions[self.module_names.index(module_name)]
-        precision.check_may_fall_back(module_name)
-        precision.in_fp8 = False
+    @torch.no_grad()
+    def switch(self, origin: Origin, choices: Mapping[int, Choice]) -> None:
+        """Set what modules, given by position, run in from their next forward on: the only way to change it.
 
-    def use_current_scaling(self, modules: Iterable[int]) -> None:
-        """Scale inputs and gradients of modules by their own values from their next cast on.
+        Modules that record their input in the same row move to current scaling together, and their histories are kept
+        up to date, so that a run can go on with them. A tensor that no product takes in FP8 any more has no history:
+        if it is cast again later, it begins with its own amax. Nothing here waits for the device.
 
-        Modules that record their input in the same row switch together. Histories are kept up to date, so that a
-        run can go on with them from a checkpoint.
+        Args:
+            origin: who asks; what the other origins ask for stays.
+            choices: what it asks for; modules that are not in it keep what they have.
+
+        Raises:
+            ValueError: if a module cannot run so; then nothing has been changed.
         """
-        inputs = {self.input_owners.get(module, module) for module in modules}
+        for module, choice in choices.items():
+            self.precisions[module].check(self.module_names[module], choice)
+        owners = self.input_owners
+        inputs = {owners.get(module, module) for module, choice in choices.items() if choice.is_current}
+        were_cast = self.rows_in_fp8
         for module, precision in enumerate(self.precisions):
-            precision.is_current |= self.input_owners.get(module, module) in inputs
+            choice = choices.get(module, precision.of(origin))
+            is_current = choice.is_current or owners.get(module, module) in inputs
+            precision.choose({origin: choice._replace(is_current=is_current)})
+        self._drop_histories(were_cast & ~self.rows_in_fp8)
         self.model.on_precisions()
 
-    def set_products(self, in_bf16: Mapping[int, tuple[Product, ...]]) -> None:
-        """Compute these products of modules, given by position, in bf16, and the modules' other products in FP8."""
-        for module, products in in_bf16.items():
-            self.precisions[module].in_bf16 = products
-        self.model.forget_histories()
+    def end_schedule(self) -> None:
+        """Let all modules run as the settings and their moves say: a schedule belongs to one run."""
+        if any(precision.of("schedule") != AS_SET for precision in self.precisions):
+            self.switch("schedule", dict.fromkeys(range(len(self.precisions)), AS_SET))
+
+    def _drop_histories(self, rows: Tensor) -> None:
+        """Empty the histories of these of the R tensors, ``[R] bool`` on the CPU."""
+        chosen = rows[: self.delayed].tolist()
+        if any(chosen):
+            pinned = torch.tensor(chosen, device="cpu", pin_memory=self.device.type == "cuda")
+            dropped = pinned.to(self.device, non_blocking=True)
+            self.amax_history.data.masked_fill_(dropped, 0.0)
+            self.scale.data[: self.delayed].masked_fill_(dropped, 1.0)
+            self.amax.data[: self.delayed].masked_fill_(dropped, 0.0)
 
     def share_inputs(self, owners: Mapping[int, int]) -> None:
         """Let modules record their input in the row of another module, its owner, whose input is the same tensor.
@@ -372,7 +386,8 @@ class ScalingState(Joinable):
                 self._copy_rows(rows, other, [other.row_of(there, role) for there in positions.values()])
             for here, there in positions.items():
                 mine, its = self.precisions[here], other.precisions[there]
-                mine.in_fp8, mine.may_fall_back, mine.is_current = its.in_fp8, its.may_fall_back, its.is_current
+                mine.may_fall_back = its.may_fall_back
+                mine.choose(its.choices)
         if by_state:
             self._on_load()
 

@@ -265,9 +265,9 @@ def test_what_it_logs(tmp_path: Path) -> None:
     assert {key for row in logged for key in row if key.startswith("fp8/watchdog")} == set(keys)
     values = [(int(row["step"]), *(float(row[key]) for key in keys)) for row in logged]
     # net.0 at the first check; net.2, half of the layers that run, at the second
-    assert values[0] == (1, 0, 0, 0, 1, 1, 0)
-    assert values[1] == (3, 2, 0, 0, 0, 2, 0)
-    assert values[2] == (5, 0, 0, 0, 0, 2, 0)
+    assert values[0] == (1, 0, 0, 0, 1, 0, 0, 1, 0)
+    assert values[1] == (3, 2, 0, 0, 0, 0, 0, 2, 0)
+    assert values[2] == (5, 0, 0, 0, 0, 0, 0, 2, 0)
 
 
 def test_arguments_outside_their_rules() -> None:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, same, seeded
 from logged_runs import rows_of
+from moved import to_current
 from projections import MEMBERS, Shared
 from small_models import small_mlp
 from torch import Tensor, nn
@@ -123,7 +124,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_an_older_checkpoint_has_moved_none() -> None:
     state = scaling_state(convert(small_mlp()))
-    state.use_current_scaling([0])
+    to_current(state, 0)
     entries = state.state_dict()
     assert [bool(entry.pop("is_current")) for entry in entries.values()] == [True, False, True, False]
     state.load_state_dict(entries)
@@ -157,7 +158,7 @@ def test_the_moved_layers_are_those_of_current_scaling(half: str, request: pytes
     state = scaling_state(delayed)
     assert state.every_tensor_has_history
     # a scale from past steps would clip
-    state.use_current_scaling([0, 1])
+    to_current(state, 0, 1)
     for size in (100.0, 1e4, 1.0):
         assert all(torch.equal(one, other) for one, other in zip(*(step(model, size) for model in models), strict=True))
         assert torch.equal(state.scale, scaling_state(current).scale)
@@ -180,13 +181,13 @@ def test_a_scale_that_is_not_used_is_not_stale() -> None:
         state.update()
         found.append(sorted(watch.check(step, lambda tensor: tensor).tensors["stale"]))
         if step == 20:
-            state.use_current_scaling([0])
+            to_current(state, 0)
     assert found == [[0, 1], [0, 1], [1], [1]]
 
 
 def test_layers_with_one_input_move_together() -> None:
     state = scaling_state(convert(Shared()))
-    state.use_current_scaling([state.module_names.index("k")])
+    to_current(state, state.module_names.index("k"))
     assert state.current_modules == MEMBERS
 
 
@@ -205,7 +206,7 @@ def test_other_recipes_fall_back_and_say_so_once(tmp_path: Path) -> None:
 def test_an_export_has_no_scales_for_them(tmp_path: Path) -> None:
     model = convert(small_mlp())
     step(model, 1.0)
-    scaling_state(model).use_current_scaling([0])
+    to_current(scaling_state(model), 0)
     with pytest.raises(ValueError, match=r"1 layers are scaled by their own values.*: 0\. .*fall_back\(model, name\)"):
         export(model, tmp_path / "model")
     fall_back(model, "0")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from moved import to_bf16
 from small_models import small_mlp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -160,7 +161,7 @@ def test_converting_again_keeps_scales_and_takes_in_new_layers() -> None:
     state = scaling_state(model)
     model(torch.randn(4, 32)).sum().backward()
     state.update()
-    state.fall_back("2")
+    to_bf16(state, "2")
     assert scaling_state(convert(model)) is state
     # a part that was converted by itself, and a new layer before all others
     joined = nn.Sequential(nn.Linear(32, 32), model, convert(nn.Linear(16, 16), DelayedScaling(amax_history_len=4)))

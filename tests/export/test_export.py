@@ -19,6 +19,7 @@ import transformers
 from exported import in_fp8, metadata_of, on, quantization, tensors_of, trained
 from fp8_numpy import cast_in_blocks
 from in_blocks import spread
+from moved import to_current
 from small_models import small_mlp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -230,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a name taken": (
         lambda: changed(lambda m: m[0].register_buffer("input_scale", torch.ones(()))), r"a tensor '0\.input_scale'"
     ),
-    "moved": (lambda: changed(lambda m: scaling_state(m).use_current_scaling([0])), r"1 layers are scaled by their"),
+    "moved": (lambda: changed(lambda m: to_current(scaling_state(m), 0)), r"1 layers are scaled by their"),
     "meta": (lambda: changed(len).to("meta"), r"0\.weight is on the meta device"),
 }  # fmt: skip
 

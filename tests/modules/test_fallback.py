@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from moved import to_bf16
 from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -112,11 +113,11 @@ def test_an_attentions_projections_fall_back_one_by_one(kdim: int | None) -> Non
 
     everything, names = error(), list(state.module_names)
     assert names == (["in_proj", "out_proj"] if kdim is None else ["q_proj", "k_proj", "v_proj", "out_proj"])
-    state.fall_back("out_proj")
+    to_bf16(state, "out_proj")
     without_output = error()
     assert 0 < without_output < everything
     for name in names:
-        state.fall_back(name)
+        to_bf16(state, name)
     assert error() < 1e-6
     assert [row.converted for row in describe(model)] == [False, False]
 
@@ -135,7 +136,7 @@ def test_copies_keep_it_each_for_itself() -> None:
 def test_state_dict_and_back_and_what_older_versions_saved() -> None:
     model, other = convert(small_mlp()), convert(small_mlp())
     state, loaded = scaling_state(model), scaling_state(other)
-    state.fall_back("2")
+    to_bf16(state, "2")
     saved = state.state_dict()
     assert [name for name, entry in saved.items() if not entry["in_fp8"]] == ["2.input", "2.grad_output"]
     loaded.load_state_dict(saved)
@@ -158,7 +159,7 @@ def convert_fresh() -> Any:
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     model = convert(small_mlp())
     state = scaling_state(model)
-    state.fall_back("0")
+    to_bf16(state, "0")
     broken = convert_fresh().state_dict()
     del broken["2.grad_output"]["scale"]
     with pytest.raises(ValueError, match="lacks the tensors scale"):
@@ -194,7 +195,7 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     for _ in range(3):
         step(model, x)
         state.update()
-    state.fall_back("1")
+    to_bf16(state, "1")
     # inputs, then gradients, then weights of the three layers
     left, amax_of_weight = [1, 4, 7], state.amax[7].clone()
     scales = state.scale[left].clone()

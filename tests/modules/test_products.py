@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from moved import to_bf16
 from pairwise import pairwise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -117,7 +118,7 @@ def test_the_eighth_combination_leaves_the_layer_plain() -> None:
     assert type(model[0]) is nn.Linear
     fallen = convert(nn.Linear(INPUTS, OUTPUTS))
     fallen.load_state_dict(model[0].state_dict())
-    scaling_state(fallen).fall_back("")
+    to_bf16(scaling_state(fallen), "")
     results = [step_of_plain(one) for one in (model[0], fallen)]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 

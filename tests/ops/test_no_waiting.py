@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lit import loader, make_trainer, seeded
+from moved import to_current
 from no_waiting import NoWaiting
 from published_weights import KINDS, with_codes
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def test_loops(waits: NoWaiting, recipe: str, backend: str, monkeypatch: pytest.
 def fallen_back() -> nn.Module:
     model = convert(encoder())
     fall_back(model, "0.linear1")
-    scaling_state(model).use_current_scaling([0])
+    to_current(scaling_state(model), 0)
     return model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_blocks import linear
+from moved import to_bf16, to_current
 
 from lightning_fp8 import DelayedScaling, scaling_state
 from lightning_fp8.scaling import ScalingState
@@ -127,8 +128,8 @@ def same(one: ScalingState, other: ScalingState) -> bool:
 
 def test_state_dict_round_trip_through_a_weights_only_file() -> None:
     state, file = filled(), io.BytesIO()
-    state.use_current_scaling([1])
-    state.fall_back("a")
+    to_current(state, 1)
+    to_bf16(state, "a")
     torch.save(state.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)

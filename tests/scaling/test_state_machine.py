@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, convert, fall_back, load_scales, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
+from lightning_fp8.scaling.precision import AS_SET, BF16
 
 SETTINGS = settings(
     max_examples=30,
@@ -228,7 +229,16 @@ class ConvertedModel(RuleBasedStateMachine):
         with self.acting(number) as subject:
             if name in subject.scales.layers:
                 fall_back(subject.net, name)
-                subject.scales.layers[name].in_fp8 = False
+                subject.scales.layers[name].move(has_fallen=True)
+
+    @rule(number=which, in_bf16=some_layers)
+    def schedule(self, number: int, in_bf16: frozenset[str]) -> None:
+        with self.acting(number) as subject:
+            state = scaling_state(subject.net)
+            chosen = {at: BF16 if name in in_bf16 else AS_SET for at, name in enumerate(state.module_names)}
+            state.switch("schedule", chosen)
+            for name, layer in subject.scales.layers.items():
+                layer.move(is_scheduled=name in in_bf16)
 
     @rule(number=which)
     def save(self, number: int) -> None:
@@ -313,7 +323,7 @@ class ConvertedModel(RuleBasedStateMachine):
             state, scales = scaling_state(subject.net), subject.scales
             converted = {name for name, layer in subject.net.named_children() if isinstance(layer, Fp8Linear)}
             assert converted == set(scales.layers) == set(state.module_names)
-            assert set(state.fallbacks) == {name for name, layer in scales.layers.items() if not layer.in_fp8}
+            assert set(state.fallbacks) == {name for name, layer in scales.layers.items() if layer.has_fallen}
             for row, full_name in enumerate(state.names):
                 name, role = full_name.split(".")
                 amax, scale, nonfinite = (t[row].numpy() for t in (state.amax, state.scale, state.nonfinite_steps))

@@ -122,7 +122,19 @@ class ScaledLayer:
     def __init__(self, recipe: DelayedScaling) -> None:
         self.input, self.weight = Delayed("e4m3"), Weight()
         self.grad_output = Delayed("e5m2" if recipe.fp8_format == "HYBRID" else "e4m3")
-        self.in_fp8 = True
+        self.has_fallen = self.is_scheduled = False
+
+    @property
+    def in_fp8(self) -> bool:
+        return not (self.has_fallen or self.is_scheduled)
+
+    def move(self, has_fallen: bool | None = None, is_scheduled: bool | None = None) -> None:
+        """A tensor that is not cast any more has no history."""
+        was_in_fp8 = self.in_fp8
+        self.has_fallen = self.has_fallen if has_fallen is None else has_fallen
+        self.is_scheduled = self.is_scheduled if is_scheduled is None else is_scheduled
+        for tensor in (self.input, self.grad_output) if was_in_fp8 and not self.in_fp8 else ():
+            tensor.forget()
 
 
 class ModelScales:
@@ -277,9 +289,10 @@ class ModelScales:
 
     def load(self, saved: ModelScales) -> None:
         for name, layer in self.layers.items():
+            # a checkpoint holds moves, and no schedule
+            layer.has_fallen = saved.layers[name].has_fallen
             layer.input.load(saved.layers[name].input, self.recipe.amax_history_len)
             layer.grad_output.load(saved.layers[name].grad_output, self.recipe.amax_history_len)
-            layer.in_fp8 = saved.layers[name].in_fp8
         self.may_have_scales = any(tensor.history for tensor in self.delayed())
         self.recorded = any(tensor.amax != 0 for tensor in self.delayed())
         self.said.discard("nonfinite")
