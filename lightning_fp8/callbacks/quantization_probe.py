@@ -37,10 +37,10 @@ class QuantizationProbe(RunWatcher):
       numbers of its input with ``|x| > 10 sqrt(mean(x^2))``, 0 to 1. SwiGLU amplifies outliers in long runs (arXiv
       2409.12517).
 
-    The layers with the lowest values are the first candidates for ``ignore_modules``; :meth:`suggest_ignore_modules`
+    The layers with the lowest ratios are the first candidates for ``ignore_modules``; :meth:`suggest_ignore_modules`
     prints the setting. Training is unaffected: no scale, gradient or random number changes. A probed step costs about
-    one extra forward and one device-to-host copy; other steps cost nothing. With several processes, the sums are over
-    all of them. Under another precision it warns once and does nothing.
+    one extra forward of its first micro-batch and one device-to-host copy; other steps cost nothing. With several
+    processes, the sums are over all of them. Under another precision it warns once and does nothing.
 
     Args:
         every_n_steps: optimizer steps between two probes.

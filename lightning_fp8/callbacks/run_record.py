@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.version import cuda
 from typing_extensions import override
 
+from lightning_fp8.callbacks.precision_schedule import PrecisionSchedule
 from lightning_fp8.callbacks.run_watcher import run_folder
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.runtime.environment import environment, gpu_environment, package_version
@@ -30,6 +31,7 @@ class RunRecord(Callback):
     - ``recipe``: its fields; null if no layer runs in FP8, as are the next two.
     - ``modules``: module paths that have scales, in the order of the model.
     - ``layers``: the rows of :func:`~lightning_fp8.describe`.
+    - ``schedule``: the values of a :class:`~lightning_fp8.PrecisionSchedule`, with steps or shares; null without one.
 
     Without a logger that has a folder it warns once and does nothing.
     """
@@ -56,7 +58,12 @@ def _record(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
         "recipe": state.recipe.as_dict() if state else None,
         "modules": list(state.module_names) if state else None,
         "layers": [row._asdict() for row in plan.rows()] if state else None,
+        "schedule": next((_schedule(one) for one in trainer.callbacks if isinstance(one, PrecisionSchedule)), None),  # type: ignore[attr-defined]
     }
+
+
+def _schedule(callback: PrecisionSchedule) -> list[str]:
+    return [f"{value} from {key}" for key, value in callback.schedule.items()]
 
 
 def _environment(trainer: Trainer) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_fp8.modules.paths import as_patterns, matching_tensors
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.every_n_steps import check_count
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.precision import AS_SET, BF16
+from lightning_fp8.scaling.precision import AS_SET, BF16, Choice
 from lightning_fp8.scaling.state import ScalingState
 
 Action = Literal["warn", "raise", "fallback", "current"]
@@ -255,8 +255,7 @@ class ScaleWatchdog(RunWatcher):
         }
         to_bf16 = {state.module_of(row) for _, row in in_trouble} - to_current
         before = set(state.current_modules)
-        current = {module: state.precisions[module].of("move")._replace(is_current=True) for module in to_current}
-        state.switch("move", {**dict.fromkeys(to_bf16, BF16), **current})
+        state.switch("move", {**dict.fromkeys(to_bf16, BF16), **dict.fromkeys(to_current, Choice(is_current=True))})
         moved = [name for name in state.current_modules if name not in before]
         modules = [state.module_names.index(name) for name in moved]
         self._begin_anew(state, modules)
@@ -323,9 +322,8 @@ class ScaleWatchdog(RunWatcher):
 
     def _log(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         metrics: dict[str, float] = {f"fp8/watchdog/{name}": len(rows) for name, rows in findings.tensors.items()}
-        fallen = state.fallbacks
-        metrics["fp8/watchdog/fallbacks"] = len(fallen)
-        metrics["fp8/watchdog/current"] = len(set(state.current_modules).difference(fallen))
+        metrics["fp8/watchdog/fallbacks"] = len(state.fallbacks)
+        metrics["fp8/watchdog/current"] = len(state.current_modules)
         log_to_all(trainer, metrics)
 
     @override

@@ -61,7 +61,7 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
         shapes = f"{len(gemms) // 2} experts, {gemms[0]} and {gemms[-1]}"
     owners = [gemm.input_owner.name for gemm in of_gemms if gemm.input_owner is not None]
     moves = {gemm.name: gemm.precision.of("move") for gemm in of_gemms}
-    current = [name for name, move in moves.items() if move.is_current and not move.is_bf16]
+    current = [name for name, move in moves.items() if move.is_current]
     fallen = [name for name, move in moves.items() if move.is_bf16]
     scheduled = dict.fromkeys(str(choice) for gemm in of_gemms if (choice := gemm.precision.of("schedule")) != AS_SET)
     named = (

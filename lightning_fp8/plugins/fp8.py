@@ -213,9 +213,8 @@ class Fp8Precision(PrecisionCore):
 
     def _say_switched(self, state: ScalingState) -> None:
         """Name the layers that a checkpoint has moved to bf16 or to current scaling."""
-        fallen = state.fallbacks
-        current = [name for name in state.current_modules if name not in fallen]
-        for names, what in ((fallen, "fell back to bf16"), (current, "moved to current scaling")):
+        moved = ((state.fallbacks, "fell back to bf16"), (state.current_modules, "moved to current scaling"))
+        for names, what in moved:
             if names:
                 rank_zero_info(
                     f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"

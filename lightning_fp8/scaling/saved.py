@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.formats import PRODUCTS
-from lightning_fp8.scaling.precision import Choice
+from lightning_fp8.scaling.precision import BF16, Choice
 from lightning_fp8.scaling.scales import Scales
 
 # the values of a tensor that has not been recorded
@@ -74,7 +73,7 @@ def _move(entry: Mapping[str, Tensor]) -> Choice:
     """What the layer of a saved tensor was moved to."""
     # checkpoints up to 0.3.0 lack `in_fp8`; those up to 0.5.0 and those of other recipes lack `is_current`
     in_fp8, is_current = bool(entry.get("in_fp8", True)), bool(entry.get("is_current", False))
-    return Choice(() if in_fp8 else PRODUCTS, is_current)
+    return Choice(is_current=is_current) if in_fp8 else BF16
 
 
 def load_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]], strict: bool, prefix: str = "") -> None:

@@ -110,6 +110,41 @@ def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int
     assert (state.amax_history > 0).sum(0).tolist() == [6] * 4
 
 
+@pytest.mark.parametrize("start", [2, 3, 4, 5])
+def test_a_schedule_is_resumed_exactly(start: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    schedule: dict[Any, Any] = {0: {"net.2": "bf16"}, 0.5: "fp8", 4: {"fprop": "bf16"}}
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    models = [regressor() for _ in range(3)]
+    run = trainer(tmp_path, models[0], Fp8Callback(schedule=schedule), data=numbers(), **saved)
+    run.train()
+    said = [record.message for record in caplog.records if record.name == "lightning_fp8"]
+    assert [text.partition(" from")[2].partition(".")[0] for text in said] == [
+        f" optimizer step {step} on" for step in (0, 3, 4)
+    ]
+    again = trainer(tmp_path / "again", models[1], Fp8Callback(schedule=schedule), data=numbers())
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{start}"))
+    assert same(models[1], models[0])
+    # the checkpoint brings the schedule, whose keys JSON makes strings
+    state = json.loads((tmp_path / f"checkpoint-{start}" / "trainer_state.json").read_text())
+    arguments = state["stateful_callbacks"]["Fp8Callback"]["args"]
+    assert arguments["schedule"] == {str(key): value for key, value in schedule.items()}
+    other = trainer(tmp_path / "other", models[2], Fp8Callback(**arguments), data=numbers())
+    other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{start}"))
+    assert same(models[2], models[0])
+    # a schedule belongs to one run
+    trainer(tmp_path / "next", models[2], Fp8Callback(), data=numbers(), max_steps=1).train()
+    assert [one.in_bf16 for one in scaling_state(models[2]).precisions] == [(), ()]
+
+
+def test_a_bad_schedule_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keys must be in increasing order"):
+        Fp8Callback(schedule={3: "bf16", 2: "fp8"})
+    run = trainer(tmp_path, regressor(), Fp8Callback(schedule={0.9: {"nett": "bf16"}}), data=numbers())
+    with pytest.raises(ValueError, match="pattern 'nett' matches no module"):
+        run.train()
+    assert run.state.global_step == 0
+
+
 def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
     """As with a loss scaler: the gradients of one step are not finite, and the optimizer skips it."""
 

@@ -19,9 +19,17 @@ from lit import loader, make_trainer, seeded
 from logged_runs import tensor_metrics, tensor_names, write_metrics
 from matplotlib.figure import Figure
 
-from lightning_fp8 import DelayedScaling, DtypeAudit, Fp8Precision, RunRecord, ScaleFactorLogger, scaling_state
+from lightning_fp8 import (
+    DelayedScaling,
+    DtypeAudit,
+    Fp8Precision,
+    PrecisionSchedule,
+    RunRecord,
+    ScaleFactorLogger,
+    scaling_state,
+)
 from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.charts import curve_keys, loss_keys, role_charts, thinned
+from lightning_fp8.tools.report.charts import curve_keys, curves, loss_keys, role_charts, thinned
 from lightning_fp8.tools.report.command import main
 from lightning_fp8.tools.report.runs import ReadError, Run, Series, read_csv, read_runs
 from lightning_fp8.tools.report.tensors import tensors_of
@@ -260,6 +268,22 @@ def test_thinned_curves_keep_peaks_and_ends() -> None:
     assert thinned(Series(np.arange(2000), values[:2000])).steps.tolist() == list(range(2000))
 
 
+def test_switches_are_drawn_with_what_they_changed_to(tmp_path: Path) -> None:
+    schedule = {"fp8/schedule": ([0, 3, 4, 9, 10, 20], [0, 0, 1, 1, 2, 2]), "loss": ([0, 20], [2, 1])}
+    recorded = run_of(schedule, record={"schedule": ["bf16 from 4", "fp8 from 0.5"]})
+    # without a record, with a gap, and from the start
+    others = [run_of({"fp8/schedule": ([2, 4, 6], [1, math.nan, 3])}), run_of({"loss": ([0], [1])})]
+    found = [(one.step, one.label, one.colour) for one in curves([recorded, *others], ["loss"]).switches]
+    assert found == [(4, "bf16 from 4", 0), (10, "fp8 from 0.5", 0), (2, "schedule 1", 1), (6, "schedule 3", 1)]
+    # as the callbacks write it
+    logger = CSVLogger(tmp_path)
+    callbacks = [RunRecord(), PrecisionSchedule({2: {"net.0": "bf16"}})]
+    make_trainer(tmp_path, logger=logger, callbacks=callbacks).fit(seeded(), loader())
+    (run,) = read_runs([Path(logger.log_dir)])
+    assert [(one.step, one.label) for one in curves([run], []).switches] == [(2, "{'net.0': 'bf16'} from 2")]
+    assert curve_keys([run]) == []
+
+
 def test_which_metrics_are_curves() -> None:
     two = ([0, 1], [1.0, 2.0])
     run = run_of(dict.fromkeys(("lr", "val_loss", "aux_loss", "train_loss", "epoch", "fp8/a.input/scale"), two))
@@ -373,6 +397,7 @@ def test_the_command_and_the_numbers_in_its_pictures(
     names = tensor_names(24)
     lost = {"fp8/input/saturated_fraction/median": 0.0, "fp8/input/headroom_bits/min": 1.0}
     write_metrics(tmp_path / "fp8" / "version_0", [{"step": 0, "train_loss": 1}])
+    lost["fp8/schedule"] = 1.0
     write_metrics(tmp_path / "fp8" / "version_1", [{**row, **lost} for row in tensor_metrics(names, 6)])
     write_metrics(tmp_path / "bf16", [{"step": 10 * step + 9, "train_loss": 5 - step / 8} for step in range(6)])
     saved: dict[str, Figure] = {}
@@ -388,7 +413,9 @@ def test_the_command_and_the_numbers_in_its_pictures(
     assert printed[-5:] == list(map(str, paths))
     assert all(path.stat().st_size > 10_000 for path in paths)
     runs = read_runs([tmp_path / "fp8", tmp_path / "bf16"])
-    lines = saved["curves.png"].axes[0].lines
+    *lines, switch = saved["curves.png"].axes[0].lines
+    assert [*switch.get_xdata()] == [9, 9]
+    assert [text.get_text() for text in saved["curves.png"].axes[0].texts] == ["schedule 1"]
     assert [line.get_label() for line in lines] == ["fp8/version_1 train_loss", "bf16 train_loss"]
     for line, run in zip(lines, runs):
         np.testing.assert_allclose(line.get_ydata(), run.scalars["train_loss"].values, rtol=1e-6)

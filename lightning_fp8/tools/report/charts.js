@@ -12,11 +12,20 @@ function drawCurves() {
   const keys = chosen ? [chosen] : report.losses;
   const lines = keys.flatMap((key, style) => report.curves[key].lines.map((line) => ({ ...line, style })));
   lines.sort((one, other) => one.colour - other.colour);
+  // the same in the chart of each metric
+  const { switches } = report.curves[keys[0]];
   draw(element("curves-chart"), lines.map((line) => trace(line)), {
     height: 380,
     showlegend: true,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
     hovermode: "x unified",
+    shapes: switches.map(({ step, colour: position }) => ({
+      type: "line", x0: step, x1: step, yref: "paper", y0: 0, y1: 1, line: { color: series(position), width: 1, dash: "dot" },
+    })),
+    annotations: switches.map(({ step, label, colour: position }) => ({
+      x: step, yref: "paper", y: 1, text: plain(label), textangle: -90, xanchor: "right", yanchor: "top", showarrow: false,
+      font: { size: 11, color: series(position) },
+    })),
     yaxis: { type: element("curve-log").checked ? "log" : "linear", title: { text: plain(keys.join(", ")) } },
   });
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from lightning_fp8.tools.report.runs import Run, Series
 
 MAX_POINTS = 2000
 _LARGEST = float(np.finfo(np.float32).max)
+SCHEDULE = "fp8/schedule"
 # Lightning's own counter, and what TensorBoardLogger writes for its table of hyperparameters
 _NO_METRICS = ("epoch", "hp_metric")
 _FIRST = ("train_loss", "val_loss")
@@ -36,12 +38,22 @@ class Line:
 
 
 @dataclass
+class Switch:
+    """The first step logged after a run has changed its precision, and what to."""
+
+    step: int
+    label: str
+    colour: int
+
+
+@dataclass
 class Chart:
     """Lines over steps; a share begins at 0 and is shown in percent."""
 
     title: str
     is_share: bool
     lines: list[Line]
+    switches: list[Switch] = field(default_factory=list)
 
 
 def curve_keys(runs: Sequence[Run]) -> list[str]:
@@ -68,7 +80,21 @@ def curves(runs: Sequence[Run], keys: Sequence[str]) -> Chart:
         for style, key in enumerate(keys)
         if key in run.scalars
     ]
-    return Chart(", ".join(keys), False, lines)
+    return Chart(", ".join(keys), False, lines, switches(runs))
+
+
+def switches(runs: Sequence[Run]) -> list[Switch]:
+    """What ``PrecisionSchedule`` did, by the entries that it logged and by those in the record."""
+    found = []
+    for position, run in enumerate(runs):
+        series, labels = run.scalars.get(SCHEDULE), run.record.get("schedule") or []
+        entries = zip([0.0, *series.values], series.steps, series.values) if series is not None else ()
+        for before, step, entry in entries:
+            if entry != before and math.isfinite(entry):
+                number = int(entry)
+                label = labels[number - 1] if 0 < number <= len(labels) else f"schedule {number}"
+                found.append(Switch(int(step), label, position))
+    return found
 
 
 def role_charts(run: Run) -> dict[str, Chart]:

@@ -71,6 +71,11 @@ def _lines(rows: dict[str, list[Chart]], width: float, height: float) -> Any:
                 style = {"color": COLOURS[line.colour % len(COLOURS)], "label": line.name, "markersize": 3}
                 marker = "o" if len(line.steps) < 20 else ""
                 axes.plot(line.steps, np.array(line.values, float), _LINES[line.style], marker=marker, **style)
+            for switch in chart.switches:
+                colour = COLOURS[switch.colour % len(COLOURS)]
+                axes.axvline(switch.step, color=colour, linestyle=":", linewidth=1)
+                place = {"rotation": 90, "ha": "right", "va": "top", "transform": axes.get_xaxis_transform()}
+                axes.text(switch.step, 0.98, switch.label, color=colour, fontsize=7, **place)
             axes.set(xlabel="step", title=f"{chart.title}: {run}" if run else chart.title)
             axes.legend(fontsize=8)
             if chart.is_share:

@@ -32,7 +32,10 @@ _WORDS = {
 # what a file holds: a type, a list of items of one kind, or an object with at least these fields
 _LAYER = {"path": str, "kind": str, "converted": bool, "reason": str}
 _TENSOR = {"kind": str, "name": str, "actual": torch.dtype, "expected": str, "elements": int}
-_RECORD = {"precision": str, "parameters": int, "environment": {}, "recipe": {}, "modules": [str], "layers": [_LAYER]}
+_RECORD = {
+    **{"precision": str, "parameters": int, "environment": {}, "recipe": {}, "modules": [str], "layers": [_LAYER]},
+    "schedule": [str],
+}
 # may be null or missing
 _OPTIONAL = {*_RECORD, "expected"}
 
