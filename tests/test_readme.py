@@ -230,7 +230,9 @@ def test_code_that_no_test_reads_is_found() -> None:
 
 def test_there_is_code_to_run() -> None:
     assert {"README.md", "docs/quickstart.md", "docs/which-bf16.md"} <= {name_of(page) for page in WITH_PYTHON}
-    assert {name_of(page) for page, _ in YAML} == {"docs/quickstart.md", "docs/callbacks.md", "docs/precisions.md"}
+    assert {name_of(page) for page, _ in YAML} == {
+        *("docs/quickstart.md", "docs/callbacks.md", "docs/precisions.md", "docs/healing.md")
+    }
     assert sum(1 for page in PAGES for _ in commands(page)) > 40
 
 
@@ -248,4 +250,6 @@ def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> 
         defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
         if kind is callbacks.Fp8ThroughputMonitor:
             defaults["batch_size_fn"] = "builtins.len"
+        if kind is callbacks.PrecisionSchedule:
+            defaults["schedule"] = {0.9: "bf16"}
         assert given == {name: list(v) if isinstance(v, tuple) else v for name, v in defaults.items()}, path

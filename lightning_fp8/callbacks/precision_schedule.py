@@ -79,11 +79,13 @@ class PrecisionSchedule(Callback):
             planned_steps: how many the whole run makes; needed for shares.
 
         Raises:
-            ValueError: at the first call, as the class says.
+            ValueError: at the first call for a model, as the class says.
         """
-        if not self._is_running:
+        if not self._schedule.is_for(model, planned_steps):
             self._schedule.start(model, planned_steps)
-            self._is_running = True
+        self._apply(step)
+
+    def _apply(self, step: int) -> None:
         said = self._schedule.apply(step)
         if said:
             rank_zero_info(said)
@@ -96,16 +98,17 @@ class PrecisionSchedule(Callback):
                 f"PrecisionSchedule: no layer runs in FP8 under precision={trainer.precision!r}; nothing to switch."
             )
             return
-        refuse_gather(trainer, "a `PrecisionSchedule`", "Gather in bf16.")
         # all processes switch at the same step, whatever each of them knows about its data
         planned = trainer.strategy.broadcast(_planned_steps(trainer, pl_module))
         self._schedule.start(pl_module, planned)
+        if self._schedule.needs_weights:
+            refuse_gather(trainer, "a `PrecisionSchedule` with bf16", "Gather in bf16.")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # the step count is the same for all micro-batches of a step
         if self._is_running:
-            self.before_step(pl_module, trainer.global_step)
+            self._apply(trainer.global_step)
 
     @override
     def on_train_batch_end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from itertools import pairwise
@@ -50,6 +51,8 @@ class Schedule:
             _check_value(key, value)
         for kind in (int, float):
             _check_order([key for key in self.entries if isinstance(key, kind)], self.entries)
+        # the model that it was started for, and its number of planned steps
+        self._run: tuple[weakref.ref[nn.Module], int | None] | None = None
         self._state: ScalingState | None = None
         self._steps: list[int] = []
         self._choices: list[dict[int, Choice]] = []
@@ -80,6 +83,16 @@ class Schedule:
         if late:
             warnings.warn(f"PrecisionSchedule: the run has {last} steps, and never reaches {late}.", stacklevel=2)
         self._state, self._steps, self._choices, self.now = state, steps, choices, None
+        self._run = weakref.ref(model), planned_steps
+
+    def is_for(self, model: nn.Module, planned_steps: int | None) -> bool:
+        """Whether it was last started for such a run."""
+        return self._run is not None and self._run[0]() is model and self._run[1] == planned_steps
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a product that takes a weight itself will be in bf16."""
+        return any(choice.needs_weight for choices in self._choices for choice in choices.values())
 
     def entry_at(self, step: int) -> int:
         """The entry in force when this many optimizer steps have been made, counted from 1; 0 before the first."""

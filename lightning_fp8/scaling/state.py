@@ -195,8 +195,8 @@ class ScalingState(Joinable):
         """Set what modules, given by position, run in from their next forward on: the only way to change it.
 
         Modules that record their input in the same row move to current scaling together, and their histories are kept
-        up to date, so that a run can go on with them. A tensor that no product takes in FP8 any more has no history:
-        if it is cast again later, it begins with its own amax. Nothing here waits for the device.
+        up to date, so that a run can go on with them. A tensor that is not cast any more has no history: if it is cast
+        again later, it begins with its own amax. Nothing here waits for the device.
 
         Args:
             origin: who asks; what the other origins ask for stays.
@@ -209,13 +209,21 @@ class ScalingState(Joinable):
             self.precisions[module].check(self.module_names[module], choice)
         owners = self.input_owners
         inputs = {owners.get(module, module) for module, choice in choices.items() if choice.is_current}
-        were_cast = self.rows_in_fp8
+        were_kept = self._rows_with_history()
         for module, precision in enumerate(self.precisions):
             choice = choices.get(module, precision.of(origin))
             is_current = choice.is_current or owners.get(module, module) in inputs
             precision.choose({origin: choice._replace(is_current=is_current)})
-        self._drop_histories(were_cast & ~self.rows_in_fp8)
+        self._drop_histories(were_kept & ~self._rows_with_history())
         self.model.on_precisions()
+
+    def _rows_with_history(self) -> Tensor:
+        """``[D] bool`` on the CPU: whether a tensor is cast, or is the same as an input that is."""
+        owners, count = self.input_owners, len(self.module_names)
+        is_cast = self.rows_in_fp8[: self.delayed].tolist()
+        inputs = {owners.get(module, module) for module in range(count) if is_cast[module]}
+        shared = [owners.get(module, module) in inputs for module in range(count)]
+        return torch.tensor(shared + is_cast[count:], dtype=torch.bool)
 
     def end_schedule(self) -> None:
         """Let all modules run as the settings and their moves say: a schedule belongs to one run."""
@@ -223,10 +231,9 @@ class ScalingState(Joinable):
             self.switch("schedule", dict.fromkeys(range(len(self.precisions)), AS_SET))
 
     def _drop_histories(self, rows: Tensor) -> None:
-        """Empty the histories of these of the R tensors, ``[R] bool`` on the CPU."""
-        chosen = rows[: self.delayed].tolist()
-        if any(chosen):
-            pinned = torch.tensor(chosen, device="cpu", pin_memory=self.device.type == "cuda")
+        """Empty the histories of these tensors, ``[D] bool`` on the CPU."""
+        if rows.any():
+            pinned = torch.tensor(rows.tolist(), device="cpu", pin_memory=self.device.type == "cuda")
             dropped = pinned.to(self.device, non_blocking=True)
             self.amax_history.data.masked_fill_(dropped, 0.0)
             self.scale.data[: self.delayed].masked_fill_(dropped, 1.0)

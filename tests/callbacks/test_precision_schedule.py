@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, same, seeded
 from logged_runs import rows_of
 from moved import to_bf16
-from projections import MEMBERS, Shared
+from projections import MEMBERS, Shared, train
 from small_models import small_mlp
 from torch import Tensor, nn
 
@@ -158,6 +158,36 @@ def test_layers_with_one_input_change_their_scaling_together() -> None:
     assert [name for name, one in zip(names, precisions) if one.is_current] == list(MEMBERS)
 
 
+def test_the_others_keep_the_history_of_an_input_that_they_share() -> None:
+    """The layer in whose row the input is recorded leaves FP8; the others go on as without it."""
+    model, owner = convert(Shared()), MEMBERS[0]
+    train(model)
+    without = Shared()
+    without.load_state_dict(model.state_dict())
+    convert(without, ignore_modules=[owner])
+    saved = scaling_state(model).state_dict()
+    scaling_state(without).load_state_dict({key: one for key, one in saved.items() if not key.startswith(f"{owner}.")})
+    PrecisionSchedule({0: {owner: "bf16"}}).before_step(model, 0)
+    x = torch.randn(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        # with scales from the past, not those of the values
+        assert torch.equal(model(x), without(x))
+    state, other = scaling_state(model), scaling_state(without)
+    rows = [state.names.index(name) for name in other.names]
+    assert torch.equal(state.amax_history[:, rows[: other.delayed]], other.amax_history)
+
+
+def test_a_schedule_serves_one_loop_after_another() -> None:
+    schedule, models = PrecisionSchedule({0.5: "bf16"}), [convert(small_mlp()) for _ in range(2)]
+    for model in models:
+        for step in range(4):
+            schedule.before_step(model, step, 4)
+            assert scaling_state(model).precisions[0].in_fp8 == (step < 2)
+    for step in range(8):
+        schedule.before_step(models[1], step, 8)
+        assert scaling_state(models[1]).precisions[0].in_fp8 == (step < 4)
+
+
 def test_micro_batches_of_one_step_have_one_precision(tmp_path: Path) -> None:
     seen: list[tuple[int, bool]] = []
 
@@ -260,7 +290,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], dict[str, Any], str]] = {
     "gathered in FP8": (
         {0.9: "bf16"},
         {"plugins": Fp8Precision(fp8_all_gather=True)},
-        r"a `PrecisionSchedule` and `fp8_all_gather=True` cannot be combined.*Gather in bf16",
+        r"a `PrecisionSchedule` with bf16 and `fp8_all_gather=True` cannot be combined.*Gather in bf16",
     ),
 }  # fmt: skip
 

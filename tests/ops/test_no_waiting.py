@@ -258,6 +258,8 @@ CALLBACKS: dict[str, tuple[Callable[[], Callback], list[str]]] = {
         lambda: callbacks.Fp8ThroughputMonitor(lambda batch: 16, window_size=2, peak_flops=1e9),
         [],
     ),
+    # the switch, before the third batch
+    "PrecisionSchedule": (lambda: callbacks.PrecisionSchedule({2: {"net.0": "fp8-current", "net.2": "bf16"}}), []),
     "QuantizationProbe": (
         lambda: callbacks.QuantizationProbe(3),
         ["lightning_fp8/callbacks/quantization_probe.py on_train_batch_end: tolist"],
@@ -279,6 +281,14 @@ def test_callbacks(waits: NoWaiting, name: str, tmp_path: Path) -> None:
     make, due = CALLBACKS[name]
     # the third and the sixth batch are due
     assert trained(waits, tmp_path, make()) == [[], due, [], [], due]
+
+
+def test_outliers_are_watched_without_a_further_wait(waits: NoWaiting, tmp_path: Path) -> None:
+    watchdog = callbacks.ScaleWatchdog(
+        "fallback", 3, kurtosis_above=1.0, outliers_above=0.0, checks_in_a_row=1, cooldown=2
+    )
+    due = ["lightning_fp8/callbacks/watch.py check: cpu"]
+    assert trained(waits, tmp_path, watchdog) == [[], due, [], [], due]
 
 
 def test_experts_wait_once(waits: NoWaiting) -> None:

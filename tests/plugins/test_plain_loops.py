@@ -15,7 +15,7 @@ from processes import all_end_well, as_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import PrecisionSchedule, convert, scaling_state
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -95,6 +95,24 @@ def test_trainer_fabric_and_plain_loop_are_the_same(tmp_path: Path, options: dic
     state = scaling_state(by_fabric)
     assert state.updates == steps
     assert (state.amax_history > 0).sum(0).tolist() == [min(steps, state.recipe.window)] * 4
+
+
+def test_a_schedule_is_the_same_in_all_three(tmp_path: Path) -> None:
+    by_trainer, by_fabric, by_hand = seeded(), seeded(), convert(seeded())
+    schedule: Any = {0.25: {"fprop": "bf16"}, 5: "bf16"}
+    loader, callbacks = DataLoader(data(), batch_size=8), [PrecisionSchedule(schedule)]
+    make_trainer(tmp_path, callbacks=callbacks).fit(by_trainer, loader)
+    runner, changes = fabric(callbacks=[PrecisionSchedule(schedule)]), PrecisionSchedule(schedule)
+    model, optimizer = runner.setup(by_fabric, by_fabric.configure_optimizers())
+    other = by_hand.configure_optimizers()
+    for step, batch in enumerate(batches()):
+        runner.call("before_step", model, step, len(batches()))
+        fabric_loop(runner, model, optimizer, [batch])
+        changes.before_step(by_hand, step, len(batches()))
+        plain_loop(by_hand, other, [batch])
+    assert same(by_trainer, by_hand)
+    assert same(by_fabric, by_hand)
+    assert not any(one.in_fp8 for one in scaling_state(by_fabric).precisions)
 
 
 # --- two processes ---
