@@ -14,10 +14,11 @@ table is printed.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Row, append
-from benchmarks.recipe_cases import TRAININGS, train
+from benchmarks.recipe_cases import TRAININGS, Run
 from benchmarks.recipes import BASELINE, by_seed, excess, interval, recipe_of
 from lightning_fp8 import PrecisionSchedule
 from lightning_fp8.runtime.environment import environment
@@ -42,19 +43,22 @@ SCHEDULES: dict[str, dict[float | int, Any] | None] = {
     "last step in bf16": {TRAINING.steps - 1: "bf16"},
 }
 FP8 = next(iter(SCHEDULES))
+# no variant differs from FP8 before
+CHANGE = 9 * TRAINING.steps // 10
 
 
-def measure(variant: str, recipe: str, seed: int) -> Row:
-    """One row, without its environment."""
-    entries = SCHEDULES.get(variant)
-    schedule = None if entries is None else PrecisionSchedule(entries)
-    found = train(TRAINING, recipe_of(BASELINE if variant == BASELINE else recipe), seed, schedule)
-    about = {"case": CASE, "variant": variant, "seed": seed, "recipe": recipe, "steps": TRAINING.steps}
-    return {
-        **about,
-        "schedule": None if entries is None else {str(key): value for key, value in entries.items()},
-        **found,
-    }
+def measure(variants: Sequence[str], recipe: str, seed: int) -> Iterator[Row]:
+    """A row for each variant, without its environment. They share the steps before the first change."""
+    shared = {name: Run(TRAINING, recipe_of(name), seed) for name in (BASELINE, recipe)}
+    for variant in variants:
+        run, schedule = shared[BASELINE if variant == BASELINE else recipe], SCHEDULES.get(variant)
+        if variant != BASELINE:
+            run.advance(CHANGE)
+            run = copy.deepcopy(run)
+        run.advance(TRAINING.steps, None if schedule is None else PrecisionSchedule(schedule))
+        about = {"case": CASE, "variant": variant, "seed": seed, "recipe": recipe, "steps": TRAINING.steps}
+        entries = None if schedule is None else {str(key): value for key, value in schedule.items()}
+        yield {**about, "schedule": entries, **run.result()}
 
 
 def recovered(rows: Sequence[Row], variant: str, key: str) -> float:
@@ -92,12 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = environment(command=f"python -m benchmarks.healing --out {options.out}")
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {(row["variant"], row["seed"]) for row in rows}
-    for variant in (BASELINE, *SCHEDULES):
-        for seed in range(options.seeds):
-            if (variant, seed) not in done:
-                rows.append({**measure(variant, options.recipe, seed), **about})
-                append(rows[-1:], options.out)
-                print(f"seed {seed}, {variant}", file=sys.stderr, flush=True)
+    for seed in range(options.seeds):
+        missing = [variant for variant in (BASELINE, *SCHEDULES) if (variant, seed) not in done]
+        for row in measure(missing, options.recipe, seed):
+            rows.append({**row, **about})
+            append(rows[-1:], options.out)
+            print(f"seed {seed}, {row['variant']}", file=sys.stderr, flush=True)
     print(table(rows))
 
 

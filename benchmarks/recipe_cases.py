@@ -9,6 +9,7 @@ stay zero: the model computes the same with an outlier of any size, so all harm 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -94,52 +95,85 @@ EVENTS: dict[str, Callable[[int], float]] = {
 }
 
 
-def train(
-    training: Training, recipe: Recipe | None, seed: int, schedule: PrecisionSchedule | None = None
-) -> dict[str, float | None]:
+def train(training: Training, recipe: Recipe | None, seed: int) -> dict[str, float | None]:
     """Losses, the accuracy of a classifier, and the shares of values that casts of inputs and gradients lose.
 
     Args:
         training: what to train.
         recipe: None for the baseline, without FP8.
         seed: of weights and batches.
-        schedule: what the layers run in over time.
     """
-    torch.manual_seed(seed)
-    (examples, held_out), model = training.data(), training.model()
-    gain = _outlier_gain(model) if training.outlier else None
-    if recipe is not None:
-        # the encoder's first and last layers have fewer than 16 features
-        convert(model, recipe, min_features=0)
-    state = None if recipe is None else scaling_state(model)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    losses, counts = [], torch.zeros(4, dtype=torch.int64)
-    for step in range(training.steps):
-        if gain is not None and training.outlier is not None:
-            gain[0] = training.outlier(step)
-        if schedule is not None:
-            schedule.before_step(model, step, training.steps)
-        optimizer.param_groups[0]["lr"] = model.learning_rate * training.learning_rate(step)  # type: ignore[operator]
-        chosen = torch.randint(len(examples[0]), (training.batch,))
-        with counting(state if step % COUNT_EVERY == 0 else None) as counted:
-            with computing():
-                loss = _loss(model, [part[chosen] for part in examples])[0]
-            loss.backward()
-        counts += counted().sum(0)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if state is not None:
-            state.update()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    model.eval()
-    if gain is not None:
-        gain[0] = 1.0
-    with torch.no_grad(), computing():
-        val_loss, logits = _loss(model, held_out)
-    accuracy = (logits.argmax(-1) == held_out[-1]).double().mean().item() if len(held_out) > 1 else None
-    loss = torch.stack(losses[-training.last :]).mean()
-    return {"loss": loss.item(), "val_loss": val_loss.item(), "val_accuracy": accuracy, **_shares(counts, recipe)}
+    run = Run(training, recipe, seed)
+    run.advance(training.steps)
+    return run.result()
+
+
+class Run:
+    """A training in progress. A copy goes on by itself, unless the training has an outlier.
+
+    Args:
+        training: what to train.
+        recipe: None for the baseline, without FP8.
+        seed: of weights and batches.
+    """
+
+    def __init__(self, training: Training, recipe: Recipe | None, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.training, self.recipe = training, recipe
+        self.data, self.model = training.data(), training.model()
+        self.gain = _outlier_gain(self.model) if training.outlier else None
+        if recipe is not None:
+            # the encoder's first and last layers have fewer than 16 features
+            convert(self.model, recipe, min_features=0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=True)
+        self.losses: list[Tensor] = []
+        self.counts = torch.zeros(4, dtype=torch.int64)
+        self.random = torch.get_rng_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        made = copy.copy(self)
+        parts = (self.model, self.optimizer, self.losses, self.counts)
+        made.model, made.optimizer, made.losses, made.counts = copy.deepcopy(parts, memo)
+        return made
+
+    def advance(self, until: int, schedule: PrecisionSchedule | None = None) -> None:
+        """Train up to this step; ``schedule`` says what the layers run in."""
+        training, model, optimizer = self.training, self.model, self.optimizer
+        state = None if self.recipe is None else scaling_state(model)
+        torch.set_rng_state(self.random)
+        for step in range(len(self.losses), until):
+            if self.gain is not None and training.outlier is not None:
+                self.gain[0] = training.outlier(step)
+            if schedule is not None:
+                schedule.before_step(model, step, training.steps)
+            optimizer.param_groups[0]["lr"] = model.learning_rate * training.learning_rate(step)  # type: ignore[operator]
+            examples = self.data[0]
+            chosen = torch.randint(len(examples[0]), (training.batch,))
+            with counting(state if step % COUNT_EVERY == 0 else None) as counted:
+                with computing():
+                    loss = _loss(model, [part[chosen] for part in examples])[0]
+                loss.backward()
+            self.counts += counted().sum(0)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if state is not None:
+                state.update()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.losses.append(loss.detach())
+        self.random = torch.get_rng_state()
+
+    def result(self) -> dict[str, float | None]:
+        """What the training has come to; see :func:`train`."""
+        self.model.eval()
+        held_out = self.data[1]
+        if self.gain is not None:
+            self.gain[0] = 1.0
+        with torch.no_grad(), computing():
+            val_loss, logits = _loss(self.model, held_out)
+        accuracy = (logits.argmax(-1) == held_out[-1]).double().mean().item() if len(held_out) > 1 else None
+        loss = torch.stack(self.losses[-self.training.last :]).mean().item()
+        shares = _shares(self.counts, self.recipe)
+        return {"loss": loss, "val_loss": val_loss.item(), "val_accuracy": accuracy, **shares}
 
 
 def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
