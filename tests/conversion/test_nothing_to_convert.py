@@ -151,9 +151,12 @@ def test_a_checkpoint_with_scales_is_refused_by_name(tmp_path: Path) -> None:
 
 @silent
 def test_with_every_callback(tmp_path: Path) -> None:
+    arguments: dict[str, dict[str, Any]] = {
+        "Fp8ThroughputMonitor": {"batch_size_fn": lambda batch: len(batch[0])},
+        "PrecisionSchedule": {"schedule": {0.5: "bf16"}},
+    }
     names = lightning_fp8.callbacks.__all__
-    callbacks = [getattr(lightning_fp8, name)() for name in names if name != "Fp8ThroughputMonitor"]
-    callbacks += [lightning_fp8.Fp8ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))]
+    callbacks = [getattr(lightning_fp8, name)(**arguments.get(name, {})) for name in names]
     callbacks += [Averaging()] if Averaging else []
     model, alone = seeded(Convolution), seeded(Convolution)
     trainer = make_trainer(tmp_path, callbacks=callbacks, logger=CSVLogger(tmp_path), enable_progress_bar=True)
