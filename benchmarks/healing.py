@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Row, append
-from benchmarks.recipe_cases import TRAININGS, Run
+from benchmarks.recipe_cases import TRAININGS, Run, Training
 from benchmarks.recipes import BASELINE, by_seed, excess, interval, recipe_of
 from lightning_fp8 import PrecisionSchedule
 from lightning_fp8.runtime.environment import environment
@@ -43,9 +43,14 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+def of_steps(steps: int) -> Training:
+    """The training in another number of steps."""
+    return dataclasses.replace(TRAININGS[CASE], steps=steps, last=steps // 10)
+
+
 def measure(variants: Sequence[str], recipe: str, seed: int, steps: int) -> Iterator[Row]:
     """A row for each variant, without its environment. They share the steps before the first change."""
-    training = dataclasses.replace(TRAININGS[CASE], steps=steps, last=steps // 10)
+    training = of_steps(steps)
     shared = {name: Run(training, recipe_of(name), seed) for name in (BASELINE, recipe)}
     for variant in variants:
         run, schedule = shared[BASELINE if variant == BASELINE else recipe], SCHEDULES.get(variant)
@@ -67,16 +72,16 @@ def recovered(rows: Sequence[Row], variant: str, key: str) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: the excess of each loss over the baseline's, and the share of the gap that is recovered."""
+    """Markdown: the excess of each loss over the baseline's in percent, and the share of the gap that is recovered."""
     titles = {"loss": "training loss", "val_loss": "validation loss"}
-    cells = [["", *(f"{title}: {what}" for title in titles.values() for what in ("excess", "recovered"))]]
+    cells = [["run", *(f"{title}: {what}" for title in titles.values() for what in ("excess", "recovered"))]]
     for variant in SCHEDULES:
         if not by_seed(rows, CASE, variant, "loss"):
             continue
         line = [variant]
         for key in titles:
             middle, half = interval([*excess(rows, CASE, variant, key).values()])
-            line += [f"{middle:+.2f}% ± {half:.2f}", "-" if variant == FP8 else f"{recovered(rows, variant, key):.0%}"]
+            line += [f"{middle:+.3f} ± {half:.3f}", "-" if variant == FP8 else f"{recovered(rows, variant, key):.0%}"]
         cells.append(line)
     return markdown_table(cells)
 

@@ -123,7 +123,10 @@ WATCHED: list[tuple[dict[str, float], str, str]] = [
 
 @pytest.mark.parametrize(("limits", "message", "action"), WATCHED)
 def test_outliers_move_a_layer_to_bf16(limits: dict[str, float], message: str, action: Any, tmp_path: Path) -> None:
-    model, logger = seeded(Gated), CSVLogger(tmp_path)
+    model, logger, hooked = seeded(Gated), CSVLogger(tmp_path), []
+    model.training_step = lambda *batch: (
+        hooked.append(bool(model.net[0]._forward_pre_hooks)) or Gated.training_step(model, *batch)
+    )
     watchdog = ScaleWatchdog(action, 2, **{**NEVER, "checks_in_a_row": 2}, **limits)  # type: ignore[arg-type]
     trainer = make_trainer(tmp_path, callbacks=[watchdog], max_epochs=2, logger=logger)
     (said,) = warned("ScaleWatchdog", lambda: trainer.fit(model, loader()))
@@ -135,6 +138,7 @@ def test_outliers_move_a_layer_to_bf16(limits: dict[str, float], message: str, a
     logged = [row[f"fp8/watchdog/{name}"] for row in rows_of(logger) if row.get(f"fp8/watchdog/{name}")]
     # a layer in bf16 is not watched any more
     assert [float(value) for value in logged] == [0, 1, 0, 0]
+    assert hooked == [False, True] * 4
     assert not any(layer._forward_pre_hooks for _, layer in converted(model))
 
 
