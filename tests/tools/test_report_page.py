@@ -153,6 +153,18 @@ def open_metrics(browser: Browser, tmp_path: Path, *runs: list[dict[str, Any]]) 
     return Opened(browser, tmp_path / "report.html")
 
 
+def test_a_switch_is_a_line_with_its_label(browser: Browser, tmp_path: Path) -> None:
+    rows = [{"step": step, "train_loss": 2.0, "fp8/schedule": float(step >= 4)} for step in range(8)]
+    folder = write_metrics(tmp_path / "run", rows)
+    (folder / "fp8_run.json").write_text(json.dumps({"precision": "fp8-delayed", "schedule": [EVIL]}))
+    write_page(read_runs([folder]), tmp_path / "report.html")
+    opened = Opened(browser, tmp_path / "report.html")
+    layout = "document.getElementById('curves-chart').layout"
+    assert opened.page.evaluate(f"{layout}.shapes.map((shape) => [shape.x0, shape.x1])") == [[4, 4]]
+    assert opened.page.locator("#curves-chart .annotation-text").text_content() == EVIL
+    opened.check()
+
+
 def test_two_runs_render_without_a_complaint(opened_runs: Opened, trained: tuple[Path, list[Run]]) -> None:
     opened, (fp8, bf16) = opened_runs, trained[1]
     page = opened.page
