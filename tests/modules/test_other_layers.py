@@ -8,7 +8,7 @@ import pytest
 import torch
 from sqnr import sqnr
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 from lightning_fp8 import Bf16TruePrecision, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
@@ -26,16 +26,6 @@ def trains(model: nn.Module, x: Tensor) -> Tensor:
     y.float().square().mean().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     return y.detach()
-
-
-def test_parametrized_before_conversion_is_left_alone_and_named() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), parametrizations.weight_norm(nn.Linear(16, 16)))
-    convert(model)
-    rows = {row.path: row for row in describe(model)}
-    assert rows["0"].converted
-    assert not rows["1"].converted
-    assert "is parametrized" in rows["1"].reason
-    trains(model, torch.randn(4, 16))
 
 
 def test_parametrized_after_conversion_runs_in_fp8_with_the_weight_of_each_forward() -> None:

@@ -83,9 +83,7 @@ def check_layer(in_bf16: tuple[str, ...], bias: bool, kind: str, run: Any = lamb
         assert state.every_tensor_has_history is (kind == "delayed")
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("in_bf16", CHOICES, ids="-".join)
+@pytest.mark.parametrize(("in_bf16", "kind", "bias"), pairwise(CHOICES, [*RECIPES], [False, True]))
 def test_each_product_is_that_of_its_precision(in_bf16: tuple[str, ...], bias: bool, kind: str) -> None:
     check_layer(in_bf16, bias, kind)
 

@@ -158,8 +158,7 @@ def test_merges(kind: str) -> None:
     assert not model[0].weight.content.has_own_codes
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=lambda recipe: recipe.precision)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "recipe"), [("tensor", DelayedScaling()), ("blocks", BlockScaling())])
 def test_compiled(kind: str, recipe: Recipe) -> None:
     model = model_of(kind, torch.float32, recipe)
     compiled, found = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True), []
