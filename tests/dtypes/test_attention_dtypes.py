@@ -24,6 +24,8 @@ from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# with autocast and without; operands agree before any recipe counts
+CONTEXTS = ("fp8-delayed", "bf16-true")
 SHAPE = (2, 2, 5, 8)
 captured = [held_under_another_name]
 
@@ -33,7 +35,7 @@ def qkv(*dtypes: torch.dtype) -> list[Tensor]:
     return [torch.randn(SHAPE, generator=generator).to(dtype) for dtype in dtypes]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("query", FLOATS)
 @pytest.mark.parametrize("key", FLOATS)
 @pytest.mark.parametrize("value", FLOATS)
@@ -52,7 +54,7 @@ def test_every_combination(precision: Any, query: torch.dtype, key: torch.dtype,
             F.scaled_dot_product_attention(*operands)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONTEXTS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_floating_masks_follow_and_bool_masks_stay(precision: Any, dtype: torch.dtype) -> None:
     operands = qkv(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -126,7 +128,7 @@ def prepared(precision: Any, mismatch: Any) -> tuple[PrecisionCore, nn.Module]:
 
 # the captured graph is the same for every backend; test_attention.py compiles attention with Inductor
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONTEXTS)
 def test_warn_names_each_place_once(precision: Any, backend: str | None) -> None:
     torch._dynamo.reset()
     plugin, model = prepared(precision, "warn")
@@ -134,13 +136,13 @@ def test_warn_names_each_place_once(precision: Any, backend: str | None) -> None
     x = torch.randn(2, 5, 16, dtype=torch.bfloat16)
     with warnings.catch_warnings(record=True) as caught, plugin.forward_context():
         warnings.simplefilter("always")
-        for _ in range(3):
+        for _ in range(2):
             assert call(x).dtype == torch.bfloat16
     again = WORDS.replace("blocks.0", "blocks.1")
     assert said(caught) == [f"{WORDS}: cast to bfloat16.", f"{again}: cast to bfloat16."]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONTEXTS)
 def test_align_says_nothing_and_makes_no_graph_break(precision: Any) -> None:
     torch._dynamo.reset()
     plugin, model = prepared(precision, "align")

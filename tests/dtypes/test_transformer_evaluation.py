@@ -105,23 +105,16 @@ MASKS = ("none", "bool", "float")
 # with the caller's `is_causal` argument
 HINTED_MASKS = (("none", None), *itertools.product(("bool", "float"), (None, False, True)))
 KINDS = ("relu", "gelu", squared_relu)
-# each pair of the call's options, in each precision with each kind of layer; FP8 recipes share the kinds of layers
-LAYERS = [
-    (precision, norm_first, activation)
-    for precision in PRECISIONS
-    for norm_first, activation in (
-        itertools.product(BOTH, KINDS)
-        if precision in ("bf16-mixed", "bf16-true", "fp8-delayed")
-        else ((False, "gelu"), (True, squared_relu))
-    )
-]
+# FP8 recipes share the classes of layers
+WITHOUT_RECIPES = ("fp8-delayed", "bf16-mixed", "bf16-true")
 
 
-@pytest.mark.parametrize(("precision", "norm_first", "activation"), LAYERS)
-def test_encoder(precision: Any, norm_first: bool, activation: Any, gemms: list[str]) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_encoder(precision: Any, gemms: list[str]) -> None:
     count = 4 if precision.startswith("fp8-") else 0
-    combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
-    for batch_first, bias, nested, dtype, (mask, hint), pad in combinations:
+    # each pair of the options of a layer and of its call
+    combinations = pairwise(KINDS, BOTH, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    for activation, norm_first, batch_first, bias, nested, dtype, (mask, hint), pad in combinations:
         plugin = PLUGINS[precision]()
         sizes = (WIDTH, HEADS, 24, 0.0, activation)
         options = {"batch_first": batch_first, "norm_first": norm_first, "bias": bias}
@@ -134,10 +127,7 @@ def test_encoder(precision: Any, norm_first: bool, activation: Any, gemms: list[
             agree(plugin, one, partial(one, x, src_mask, kpm, is_causal=bool(hint)), gemms, count)
 
 
-# the following models have encoder layers, with each option; here the kinds of layers are among the pairs
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_decoder(precision: Any, gemms: list[str]) -> None:
     # self-attention: in and out; cross-attention: query, key with value, out; then two linear layers
     count = 7 if precision.startswith("fp8-") else 0
@@ -156,11 +146,10 @@ def test_decoder(precision: Any, gemms: list[str]) -> None:
             agree(plugin, one, partial(one, x, memory, *masks, tgt_is_causal=bool(hint)), gemms, count)
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_attention(precision: Any, need_weights: bool, gemms: list[str]) -> None:
-    combinations = pairwise(BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
-    for batch_first, bias, extra, dtype, (mask, hint), pad in combinations:
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
+def test_attention(precision: Any, gemms: list[str]) -> None:
+    combinations = pairwise(BOTH, BOTH, BOTH, BOTH, DTYPES, HINTED_MASKS, MASKS)
+    for need_weights, batch_first, bias, extra, dtype, (mask, hint), pad in combinations:
         plugin = PLUGINS[precision]()
         options = {"add_bias_kv": extra, "add_zero_attn": extra, "batch_first": batch_first}
         model = prepared(plugin, partial(nn.MultiheadAttention, WIDTH, HEADS, 0.0, bias, **options))
