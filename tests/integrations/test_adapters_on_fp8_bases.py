@@ -12,6 +12,7 @@ import torch
 from fp8_bases import KINDS, llama, write_base
 from frozen_models import frozen_weights
 from lightning.fabric import Fabric
+from pairwise import pairwise
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -31,9 +32,9 @@ from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.scaling.recipe import Recipe
 
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
-STEPS, RATE = 50, 2e-3
+STEPS, RATE = 20, 5e-3
 # sequences that can be learned: each token follows from the one before it
-TOKENS = (torch.arange(16) * 7 + torch.arange(200)[:, None] * 5) % 96
+TOKENS = (torch.arange(16) * 7 + torch.arange(4 * STEPS)[:, None] * 5) % 96
 ADAPTED = ["q_proj", "v_proj", "gate_proj", "down_proj"]
 
 
@@ -84,9 +85,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor], of: str) -> float
     return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "recipe", "dora"), pairwise(KINDS, [*RECIPES], [False, True]))
 def test_gradients_are_those_of_a_dequantized_base(kind: str, recipe: str, dora: bool, bases: Any) -> None:
     """The error is FP8's own: below that of masters with these values, which a recipe rounds once more."""
     folder, values = bases[kind]
@@ -122,11 +121,7 @@ class Tuning(pl.LightningModule):
         return DataLoader(TOKENS[: self.rows], batch_size=4)
 
 
-def by_hand(model: Any, folder: Path) -> list[float]:
-    return by_hand_steps(model, STEPS)
-
-
-def by_hand_steps(model: Any, steps: int) -> list[float]:
+def by_hand(model: Any, folder: Path, steps: int = STEPS) -> list[float]:
     tuning, optimizer = Tuning(model), torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for batch in TOKENS.split(4)[:steps]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -178,11 +173,8 @@ def in_transformers(model: Any, folder: Path) -> list[float]:
 
 LOOPS = {"by hand": by_hand, "Trainer": in_trainer, "Fabric": in_fabric, "transformers": in_transformers}
 RUNS = [
-    ("by hand", "tensor", "delayed"),
     ("by hand", "row", "current"),
-    ("by hand", "block", "block"),
     ("Trainer", "block", "block"),
-    ("Trainer", "row", "delayed"),
     ("Fabric", "block", "delayed"),
     ("transformers", "tensor", "current"),
 ]
@@ -194,7 +186,7 @@ def expected(bases: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.parametrize(("loop", "kind", "recipe"), RUNS)
-def test_losses_of_fifty_steps(
+def test_losses_are_those_of_the_dequantized_base(
     loop: str, kind: str, recipe: str, bases: Any, expected: dict[str, list[float]], tmp_path: Path
 ) -> None:
     model = on_base(bases[kind][0], RECIPES[recipe])
@@ -203,9 +195,9 @@ def test_losses_of_fifty_steps(
     reference = torch.tensor(expected[kind])
     assert len(losses) == STEPS
     assert losses[-5:].mean() < 0.6 * losses[0]
-    # a single step of such a small model differs by up to 1.8% in either direction
+    # a single step of such a small model differs by up to 2.6% in either direction
     assert losses.mean() == pytest.approx(reference.mean().item(), rel=0.005)
-    assert ((losses - reference).abs() < 0.025 * reference).all()
+    assert ((losses - reference).abs() < 0.04 * reference).all()
     for name, weight in frozen_weights(model).items():
         assert torch.equal(weight.payload, before[name][0])
         assert torch.equal(weight.scale_inv, before[name][1])
@@ -256,11 +248,11 @@ def test_a_resumed_run_of_transformers_is_the_uninterrupted_one(bases: Any, tmp_
         assert torch.equal(one.data.float(), other.data.float())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["row", "block"])
 def test_adapters_are_saved_alone_and_a_merge_says_what_it_rounds(kind: str, bases: Any, tmp_path: Path) -> None:
     folder, values = bases[kind]
     model = on_base(folder, CurrentScaling())
-    by_hand_steps(model, 2)
+    by_hand(model, tmp_path, 2)
     model.save_pretrained(tmp_path / "adapters")
     assert sorted(file.name for file in (tmp_path / "adapters").glob("*.safetensors")) == ["adapter_model.safetensors"]
     with safe_open(tmp_path / "adapters/adapter_model.safetensors", "pt") as file:
@@ -300,7 +292,7 @@ def test_adapters_are_saved_alone_and_a_merge_says_what_it_rounds(kind: str, bas
 def test_an_unloaded_base_is_written_back(bases: Any, tmp_path: Path) -> None:
     folder, _ = bases["block"]
     model = on_base(folder, DelayedScaling())
-    by_hand_steps(model, 2)
+    by_hand(model, tmp_path, 2)
     export(model.unload(), tmp_path / "out")
     assert [one.read_bytes() for one in sorted((tmp_path / "out").iterdir())] == [
         one.read_bytes() for one in sorted(folder.iterdir())

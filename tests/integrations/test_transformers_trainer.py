@@ -66,9 +66,7 @@ def losses(run: Trainer) -> dict[int, float]:
 # --- training ---
 
 
-@pytest.mark.parametrize(
-    ("bf16", "accumulate", "clip"), [(True, 1, 0.0), (False, 1, 0.0), (True, 2, 0.05), (False, 4, 0.05)]
-)
+@pytest.mark.parametrize(("bf16", "accumulate", "clip"), [(False, 1, 0.0), (True, 2, 0.05)])
 def test_a_run_equals_a_loop_by_hand(tmp_path: Path, bf16: bool, accumulate: int, clip: float) -> None:
     seen: list[Batch] = []
 
@@ -236,18 +234,15 @@ RECOMPUTATION = next(
 @pytest.mark.parametrize(
     "options",
     [
-        {"bf16": True, "gradient_accumulation_steps": 2},
-        {"bf16": False, "gradient_checkpointing": True, "max_grad_norm": 0.5},
+        {"bf16": False, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
         {"bf16": True, RECOMPUTATION: True, "eval_strategy": "steps", "eval_steps": 2},
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_a_resumed_run_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
     whole, second = llama(), llama(seed=8)
-    recipe = DelayedScaling(amax_history_len=4)
-    uninterrupted = trainer(tmp_path, whole, Fp8Callback(recipe), **SAVED, **options)
+    uninterrupted = trainer(tmp_path, whole, Fp8Callback(), **SAVED, **options)
     uninterrupted.train()
-    resumed = trainer(tmp_path, second, Fp8Callback(recipe), **SAVED, **options)
+    resumed = trainer(tmp_path, second, Fp8Callback(), **SAVED, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(resumed) == losses(uninterrupted)
     assert same(whole, second)
