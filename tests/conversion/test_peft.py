@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from adapted_models import ORDERS, TARGETS, adapted, adapter_layers, base, base_layers, step
+from counted_casts import count_input_casts
 from lit import make_trainer, same
 from pairwise import pairwise
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
@@ -32,7 +32,6 @@ from lightning_fp8 import (
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.ops import basic
 
 CONVERTED = ORDERS[:2]
 KINDS = {"lora": {}, "dora": {"use_dora": True}}
@@ -130,20 +129,11 @@ def test_both_orders_train_alike(name: str, kind: str) -> None:
 
 @every_order
 def test_the_input_of_adapted_layers_is_cast_once(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    casts: Counter[str] = Counter()
-    original = basic.cast
-
-    def counting(x: Tensor, slot: Any, *rest: Any) -> Any:
-        if slot.state is not None:
-            casts[slot.state.names[int(slot.index)].rpartition(".layers.")[2]] += 1
-        return original(x, slot, *rest)
-
-    # an operator calls the function of a device directly where nothing watches operators
-    counting.cpu = counting.cuda = counting  # type: ignore[attr-defined]
-    monkeypatch.setattr(basic, "cast", counting)
+    casts = count_input_casts(monkeypatch)
     model, batch = adapted("llama", order)
     step(model, batch)
-    parts = [name.replace(".base_layer", "") for name in casts if name.startswith("0.") and name.endswith(".input")]
+    names = [name.rpartition(".layers.")[2] for name in casts]
+    parts = [name.replace(".base_layer", "") for name in names if name.startswith("0.") and name.endswith(".input")]
     # of seven layers: k and v share the input cast of q, and up that of gate
     assert parts == [
         f"0.{part}.input" for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -313,7 +303,7 @@ class Tuned(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@every_order
 def test_a_resumed_run_equals_the_whole_one(order: str, tmp_path: Path) -> None:
     def run(epochs: int, **resume: Any) -> tuple[Tuned, pl.Trainer]:
         model, trainer = Tuned(order), make_trainer(tmp_path, max_epochs=epochs)

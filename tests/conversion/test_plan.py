@@ -1,10 +1,8 @@
-"""Conversion starts with a plan: one scan of the model, which is then carried out exactly."""
+"""Conversion starts with a plan, which is then carried out exactly."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +10,10 @@ from small_models import small_mlp
 from torch import nn
 from transformer_models import HUGGING_FACE
 
-from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, load_scales, scaling_state
+from lightning_fp8 import convert, describe, load_scales, scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
-from lightning_fp8.scaling.config import Fp8Config
 
 
 class Experts(nn.Module):
@@ -63,50 +60,6 @@ def test_what_is_described_before_is_what_is_converted(name: str, ignores: bool,
     assert announced == done == {row.path for row in after if row.converted}
     assert [row.path for row in before] == [row.path for row in after]
     assert [row for row in before if row.path not in done] == [row for row in after if row.path not in done]
-
-
-def scans_of(model: nn.Module, run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often conversion traverses the whole model while this runs."""
-    count, walk = 0, nn.Module.named_modules
-
-    def counting(module: nn.Module, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        nonlocal count
-        if module is model and memo is None:
-            frame = sys._getframe(1)
-            while frame is not None and "/lightning_fp8/conversion/" not in frame.f_code.co_filename:
-                frame = frame.f_back  # type: ignore[assignment]
-            count += frame is not None
-        return walk(module, memo, prefix, remove_duplicate)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(nn.Module, "named_modules", counting)
-        run()
-    return count
-
-
-@pytest.mark.parametrize("settings", [{}, {"ignore_modules": ("2",)}, {"min_features": 32}])
-def test_a_conversion_scans_the_model_once(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_mlp()
-    for _ in ("plain", "converted"):
-        assert scans_of(model, lambda: convert(model, **settings), monkeypatch) == 1
-    assert scans_of(model, lambda: describe(model, **settings), monkeypatch) == 1
-    model = small_mlp()
-    for plugin in (Fp8Precision(**settings), Fp8Precision(**settings)):
-        assert scans_of(model, lambda plugin=plugin: plugin.convert_module(model), monkeypatch) == 1
-        assert plugin._states == [scaling_state(model)]
-
-
-def test_settings_are_those_asked_for_else_those_of_the_model() -> None:
-    model = small_mlp()
-    plan = conversion_plan(model)
-    assert plan.config == Fp8Config(DelayedScaling(), "auto", 16, False, "master", ())
-    convert(model, DelayedScaling(margin=1), gemm="rawkernel", min_features=32, adapters=True)
-    plan = conversion_plan(model)
-    assert plan.config == Fp8Config(DelayedScaling(margin=1), "rawkernel", 32, True, "master", ())
-    plan = conversion_plan(model, gemm="cublaslt", min_features=2, adapters=False, frozen_weights="fp8")
-    assert plan.config == Fp8Config(DelayedScaling(margin=1), "cublaslt", 2, False, "fp8", ())
-    assert [(one.path, one.becomes) for one in plan.layers] == [("0", type(model[0])), ("2", type(model[0]))]
-    assert conversion_plan(model, ignore_modules=("0",), min_features=0).restored == [("0", model[0])]
 
 
 def test_scales_are_loaded_into_a_model_with_large_parameters_of_its_own() -> None:

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from adapted_models import base, step, with_adapters
+from counted_casts import Compiled, count_weight_casts
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from transformer_models import VOCABULARY
 
 from lightning_fp8 import convert, scaling_state, weights_unchanged
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.ops import basic, reference
+from lightning_fp8.ops import reference
 
 PROMPT, NEW = 5, 8
 GREEDY = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -83,17 +83,7 @@ def as_fp64(one: Any) -> Any:
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each weight is cast outside of graphs, by its address."""
-    counted: Counter[int] = Counter()
-    original = basic.cast_weight
-
-    def counting(weight: Tensor, *args: object) -> object:
-        if not torch.compiler.is_compiling():
-            counted[weight.data_ptr()] += 1
-        return original(weight, *args)
-
-    monkeypatch.setattr(basic, "cast_weight", counting)
-    return counted
+    return count_weight_casts(monkeypatch)
 
 
 def layers_of(model: nn.Module) -> int:
@@ -121,26 +111,6 @@ def test_greedy_tokens_are_those_of_teacher_forcing(name: str, declared: bool, c
 # --- compiled ---
 
 
-class Compiled:
-    """A backend that counts the casts of weights in the graphs that ran."""
-
-    def __init__(self) -> None:
-        self.runs = self.casts = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        return aot_autograd(fw_compiler=self._forward)(graph, inputs)
-
-    def _forward(self, graph: Any, _: Any) -> Callable[..., Any]:
-        targets = [str(node.target) for node in graph.graph.nodes]
-
-        def run(*args: Any) -> Any:
-            self.runs += 1
-            self.casts += targets.count("lightning_fp8.cast_weight.default")
-            return graph(*args)
-
-        return run
-
-
 @pytest.fixture
 def backend() -> Iterator[Compiled]:
     torch._dynamo.reset()
@@ -163,9 +133,9 @@ def test_compiled_by_generate(backend: Compiled, casts: Counter[int]) -> None:
     # the first call compiles inside the context, and its graphs cast the weights
     for graph_casts in ((NEW - 1) * layers_of(model), 0):
         casts.clear()
-        backend.runs = backend.casts = 0
+        backend.runs = backend.weight_casts = 0
         found = generated(model, prompts(), weights_unchanged(model), **static(backend))
         assert torch.equal(found.sequences, expected.sequences)
         assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
-        assert (backend.runs, backend.casts) == (NEW - 1, graph_casts)
+        assert (backend.runs, backend.weight_casts) == (NEW - 1, graph_casts)
         assert sorted(casts.values()) == [1] * layers_of(model)

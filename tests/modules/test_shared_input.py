@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_casts import count_input_casts
 from feed_forward_blocks import converted, llama
 from functorch.compile import make_boxed_func
 from projections import MEMBERS, ROWS, WIDTH, Nested, Separate, Shared, train
@@ -24,7 +25,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, fall_back, scaling_state
 from lightning_fp8.callbacks.watch import Limits, Watch
-from lightning_fp8.ops import basic
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scaling.statistics import tensor_statistics
@@ -52,19 +52,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.fixture
 def input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the casts of inputs by the layer in whose row they are recorded."""
-    casts: Counter[str] = Counter()
-    original = basic.cast
-
-    def counting(x: Tensor, slot: Any, *rest: Any) -> Any:
-        if slot.state is not None:
-            casts[slot.state.names[int(slot.index)].removesuffix(".input")] += 1
-        return original(x, slot, *rest)
-
-    # an operator calls the function of a device directly where nothing watches operators
-    counting.cpu = counting.cuda = counting  # type: ignore[attr-defined]
-    monkeypatch.setattr(basic, "cast", counting)
-    return casts
+    return count_input_casts(monkeypatch)
 
 
 @pytest.mark.usefixtures("half")
@@ -74,7 +62,7 @@ def test_training_gives_the_numbers_of_separate_casts(input_casts: Counter[str])
     assert sum(input_casts.values()) == 3 * 2 * 8
     input_casts.clear()
     assert_same(train(shared), of_separate)
-    assert input_casts == {f"blocks.{block}.{name}": 3 * 2 for block in (0, 1) for name in ("q", "out")}
+    assert input_casts == {f"blocks.{block}.{name}.input": 3 * 2 for block in (0, 1) for name in ("q", "out")}
     shared_state, separate_state = scaling_state(shared), scaling_state(separate)
     assert shared_state.every_tensor_has_history
     assert shared_state.names == separate_state.names
@@ -136,7 +124,7 @@ def test_what_one_layer_is_given_instead_is_cast_for_it(
     with mode():
         x = torch.randn(ROWS, WIDTH)
         # without histories each cast has its own scale, so the results are those of separate casts
-        found, casts = shared(x), input_casts["blocks.1.q"]
+        found, casts = shared(x), input_casts["blocks.1.q.input"]
         assert torch.equal(found, separate(x))
     # two layers share a cast if something counts the changes of their tensor; casts in blocks are not counted
     assert casts == (0 if isinstance(recipe, (BlockScaling, MXScaling)) else 3 if mode is torch.inference_mode else 2)
@@ -183,7 +171,7 @@ def test_nothing_survives_into_the_next_forward(input_casts: Counter[str]) -> No
             model.k(x)
             assert state.amax[state.names.index("q.input")] == x.abs().max()
             state.update()
-    assert input_casts["q"] == 3 + 2
+    assert input_casts["q.input"] == 3 + 2
 
 
 @pytest.mark.usefixtures("cuda_half")
@@ -195,7 +183,7 @@ def test_columns_for_a_layer_behind(input_casts: Counter[str]) -> None:
     expected = train(separate)
     input_casts.clear()
     assert_same(train(shared), expected)
-    assert input_casts["blocks.0.q"] == 3 * 2
+    assert input_casts["blocks.0.q.input"] == 3 * 2
 
 
 @pytest.mark.parametrize(("fallen", "casts"), [("q", 1), ("k", 1), ("v", 1), ("qk", 1), ("qkv", 0)])
@@ -209,7 +197,7 @@ def test_layers_that_fell_back(fallen: str, casts: int, input_casts: Counter[str
     assert torch.equal(shared(x), separate(x))
     input_casts.clear()
     shared(x).sum().backward()
-    assert input_casts["blocks.1.q"] == casts
+    assert input_casts["blocks.1.q.input"] == casts
 
 
 def test_another_thread_casts_for_itself(input_casts: Counter[str]) -> None:
@@ -218,7 +206,7 @@ def test_another_thread_casts_for_itself(input_casts: Counter[str]) -> None:
     thread = threading.Thread(target=model.q, args=(x,))
     thread.start(), thread.join()
     model.k(x)
-    assert input_casts["q"] == 2
+    assert input_casts["q.input"] == 2
 
 
 def test_nothing_is_kept_alive() -> None:
@@ -338,7 +326,7 @@ def test_activation_checkpointing(kind: str, input_casts: Counter[str]) -> None:
     input_casts.clear()
     assert_same(train(shared), expected)
     # each block once more; if casts are saved, they are dispatched but not computed again
-    assert input_casts["blocks.0.q"] == 3 * 2 * 2
+    assert input_casts["blocks.0.q.input"] == 3 * 2 * 2
 
 
 def of_inputs(state: ScalingState, field: str = "amax_history") -> dict[str, Tensor]:
@@ -410,7 +398,7 @@ def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[s
     assert rows.slots["input", True].index is other.q.fp8[""].slots["input", True].index
     input_casts.clear()
     assert_same(train(other), train(model))
-    assert input_casts["q"] == 2 * 3 * 2
+    assert input_casts["q.input"] == 2 * 3 * 2
     alone = copy.deepcopy(model.k)
     assert torch.equal(alone.eval()(x), model.k.eval()(x))
     other.to(torch.float64).float()

@@ -266,8 +266,6 @@ class Mine(Precision):
     ("choice", "name"),
     [
         ({"precision": "32-true"}, "'32-true' (Precision)"),
-        ({"precision": "16-mixed"}, "'bf16-mixed' (MixedPrecision)"),
-        ({"precision": "16-true"}, "'16-true' (HalfPrecision)"),
         ({"plugins": Mine()}, "None (Mine)"),
     ],
 )

@@ -107,7 +107,7 @@ def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint:
     assert torch.stack(model.losses).isfinite().all()
 
 
-@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
 def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, checkpoint: Path, part: float) -> None:
     content = checkpoint.read_bytes()
     checkpoint.write_bytes(content[: int(part * len(content))])
@@ -196,7 +196,8 @@ def test_our_checkpoints_need_weights_only(tmp_path: Path, precision: str) -> No
     [
         {"scale": 1.0}, {"scale": None}, {"amax": "2"}, {"amax_history": [1.0, 2.0]}, {"nonfinite_steps": 0},
         {"scale": torch.ones(3)}, {"in_fp8": "no"}, {"in_fp8": torch.ones(2)}, {"amax": torch.tensor(1j)},
-        {"scale": torch.tensor(float("nan"))}, {"scale": torch.tensor(0.0)}, {"scale": torch.tensor(-1.0)},
+        {"scale": torch.tensor(float("nan"))}, {"scale": torch.tensor(float("inf"))}, {"scale": torch.tensor(0.0)},
+        {"scale": torch.tensor(1e-40)}, {"scale": torch.tensor(-1.0)},
         {"amax_history": torch.tensor([float("inf")])}, {"amax_history": torch.tensor([-1.0])},
         {"amax_history": torch.ones(1, 2)}, {"amax_history": torch.tensor(1.0)},
     ],

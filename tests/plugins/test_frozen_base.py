@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from frozen_models import ADAPTERS, on_frozen_base
+from lit import make_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -37,8 +38,7 @@ class Tuning(pl.LightningModule):
 
 def trainer(folder: Path, how: str | None, steps: int = 4, **more: Any) -> pl.Trainer:
     plugin = Fp8Precision(frozen_weights=how, ignore_modules=ADAPTERS)  # type: ignore[arg-type]
-    more = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, **more}
-    return pl.Trainer(**more, accelerator="cpu", plugins=plugin, max_steps=steps, default_root_dir=folder)
+    return make_trainer(folder, plugins=plugin, max_steps=steps, max_epochs=-1, **more)
 
 
 def payloads(model: nn.Module) -> list[Tensor]:
@@ -67,7 +67,7 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
     losses = []
     for how in runs:
         (path,), model = (tmp_path / how).rglob("*.ckpt"), Tuning(seed=1)
-        trainer(tmp_path / how, how, steps=6, enable_checkpointing=False).fit(model, ckpt_path=path)
+        trainer(tmp_path / how, how, steps=6).fit(model, ckpt_path=path)
         losses.append(model.losses)
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
@@ -77,8 +77,8 @@ def test_a_run_its_checkpoint_and_its_continuation(tmp_path: Path) -> None:
 def test_a_second_run_keeps_the_setting_and_another_one_changes_it(tmp_path: Path) -> None:
     model = Tuning()
     for how, count in (("fp8", 6), (None, 6), ("master", 0), ("fp8", 6)):
-        trainer(tmp_path, how, steps=1, enable_checkpointing=False).fit(model)
+        trainer(tmp_path, how, steps=1).fit(model)
         assert len(payloads(model)) == count
     own = convert(Tuning(), ignore_modules=ADAPTERS)
-    trainer(tmp_path, "fp8", steps=1, enable_checkpointing=False).fit(own)
+    trainer(tmp_path, "fp8", steps=1).fit(own)
     assert len(payloads(own)) == 6

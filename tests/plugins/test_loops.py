@@ -10,25 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from counted_casts import count_weight_casts
 from lit import Averaging, Regression, loader, make_trainer, needs_averaging, seeded
 
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.weights_unchanged import casts_of
-from lightning_fp8.ops import basic
 
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each weight is cast, by its address."""
-    counted: Counter[int] = Counter()
-    original = basic.cast_weight
-
-    def counting(weight: torch.Tensor, *args: object) -> object:
-        counted[weight.data_ptr()] += 1
-        return original(weight, *args)
-
-    monkeypatch.setattr(basic, "cast_weight", counting)
-    return counted
+    return count_weight_casts(monkeypatch)
 
 
 def trained(path: Path) -> Regression:
@@ -86,22 +77,8 @@ def write_through_data(model: Regression) -> None:
         parameter.data.mul_(0.9)
 
 
-def edit_in_place(model: Regression) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-
-
-def replace(model: Regression) -> None:
-    for layer in (model.net[0], model.net[2]):
-        layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.9)
-
-
-CHANGES: list[Callable[[Regression], None]] = [load, write_through_data, edit_in_place, replace]
-
-
 @pytest.mark.parametrize("keeps_eval_mode", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [load, write_through_data])
 def test_a_change_between_loops_is_seen(
     tmp_path: Path, change: Callable[[Regression], None], keeps_eval_mode: bool
 ) -> None:
@@ -117,17 +94,14 @@ def test_a_change_between_loops_is_seen(
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("change", [load, edit_in_place, replace])
-def test_a_change_within_a_loop_that_leaves_a_trace_is_seen(
-    tmp_path: Path, change: Callable[[Regression], None]
-) -> None:
+def test_a_change_within_a_loop_that_leaves_a_trace_is_seen(tmp_path: Path) -> None:
     class Changes(pl.Callback):
         expected: list[torch.Tensor]
 
         def on_predict_batch_start(self, trainer: pl.Trainer, module: Regression, batch: Any, index: int) -> None:  # type: ignore[override]
             if index == 2:
                 with torch.inference_mode(False):
-                    change(module)
+                    load(module)
                     self.expected = predicted(module)
 
     model, changes = trained(tmp_path), Changes()

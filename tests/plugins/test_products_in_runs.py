@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -48,21 +46,6 @@ def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> No
     assert products(model) == found
     Fp8Precision(overrides={}).convert_module(model)
     assert products(model) == {}
-
-
-def test_training_resumes_exactly(tmp_path: Path) -> None:
-    def trainer(**kwargs: Any) -> pl.Trainer:
-        plugin = Fp8Precision(recipe={"wgrad": "bf16"}, overrides={"net.0": {"fprop": "bf16"}})
-        return make_trainer(tmp_path, plugins=plugin, **kwargs)
-
-    whole, first, again = seeded(), seeded(), seeded()
-    trainer(max_epochs=2).fit(whole, loader())
-    half = trainer()
-    half.fit(first, loader())
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    trainer(max_epochs=2).fit(again, loader(), ckpt_path=str(tmp_path / "half.ckpt"))
-    assert again.net[0].in_bf16 == ("fprop", "wgrad")
-    assert all(torch.equal(one, other) for one, other in zip(again.parameters(), whole.parameters(), strict=True))
 
 
 def test_callbacks_see_only_what_is_cast(tmp_path: Path) -> None:

@@ -164,10 +164,8 @@ class Mine(Precision):
 
 
 OTHERS = [
-    ("32-true", "'32-true' (Precision)"),
     # Lightning's own fp16 autocast is bf16 on the CPU
     ("16-mixed", "'bf16-mixed' (MixedPrecision)"),
-    ("16-true", "'16-true' (HalfPrecision)"),
     (Mine(), "'mine' (Mine)"),
 ]
 
