@@ -1,4 +1,4 @@
-"""Lightning's strategies with two processes on the CPU: scales agree on every rank, bit for bit."""
+"""DDP under a Trainer, with Lightning's own launcher on the CPU: scales agree on every rank, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_script
 from repository import ROOT
 from warm import run_warm
 
@@ -14,23 +13,12 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {support!r})
 import torch, torch.distributed as dist
-from lit import Regression, loader, long_window, make_trainer, seeded
+from lit import loader, long_window, make_trainer, seeded
 from lightning_fp8 import scaling_state
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-
-
-class Sharded(Regression):
-    def configure_model(self):
-        if self.device_mesh is not None:
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
 
 torch.set_num_threads(1)
-kind = sys.argv[1]
-model = seeded(Sharded if kind == "model_parallel" else Regression)
-strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if kind == "model_parallel" else kind
-trainer = make_trainer({path!r}, strategy=strategy, devices=2, max_epochs=2, plugins=long_window())
+model = seeded()
+trainer = make_trainer({path!r}, strategy="ddp", devices=2, max_epochs=2, plugins=long_window())
 trainer.fit(model, loader(), loader())
 state = scaling_state(model)
 weight = model.net[0].weight
@@ -40,7 +28,7 @@ state.amax[:2] = torch.tensor([float("nan"), 1.0]) if dist.get_rank() else torch
 state.update()
 result = {{
     **trained, "after_nan": state.scale, "nonfinite_steps": state.nonfinite_steps, "steps": trainer.global_step,
-    "weight": (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach(),
+    "weight": weight.detach(),
     "losses": torch.stack(model.losses),
 }}
 torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
@@ -48,17 +36,12 @@ torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "model_parallel"])
-def test_scales_agree_on_every_rank(kind: str, tmp_path: Path) -> None:
-    source = SCRIPT.format(support=str(ROOT / "tests" / "support"), path=str(tmp_path))
-    if kind == "ddp":
-        # one of them with Lightning's own launcher, which runs the script again for the second rank
-        script = tmp_path / "train.py"
-        script.write_text(source)
-        run = run_warm(str(script), kind)
-        assert run.returncode == 0, run.stderr[-3000:]
-    else:
-        run_script(source, tmp_path, kind)
+def test_scales_agree_on_every_rank(tmp_path: Path) -> None:
+    # with Lightning's own launcher, which runs the script again for the second rank
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(support=str(ROOT / "tests" / "support"), path=str(tmp_path)))
+    run = run_warm(str(script))
+    assert run.returncode == 0, run.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first["steps"] == 4
     for name in ("scale", "amax_history", "weight"):
