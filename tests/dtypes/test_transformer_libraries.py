@@ -23,7 +23,6 @@ from lightning_fp8.plugins.trainer import PLUGINS
 
 DTYPES = {"fp8-delayed": torch.float32, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
 LINEAR, FP8 = (nn.Linear, Conv1D), (Fp8Linear, Fp8Conv1D)
-HOLDERS = ("linear", "attention", "conv1d", "feed_forward")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,7 +19,6 @@ from safetensors import safe_open
 
 from lightning_fp8 import describe
 
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 # a CPU without bf16 instructions takes ten times as long for bf16 products as for fp32 ones
 BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
@@ -70,17 +69,12 @@ def test_pretraining(run: Runner) -> None:
     assert found.fp8_layers == BLOCKS_AND_HEAD
     logged = Path("runs/pretrain_gpt/version_0/metrics.csv").read_text()
     assert "fp8/blocks.0.qkv.input/scale" in logged
-    baseline = run("pretrain_gpt", "--epochs", "2", "--precision", BASELINE)
-    assert found.loss == pytest.approx(baseline.loss, rel=0.03)
-    assert baseline.fp8_layers == 0
 
 
 def test_fine_tuning(run: Runner) -> None:
-    found = run("finetune_transformers", "--epochs", "1")
+    found = run("finetune_transformers", "--epochs", "1", "--precision", "fp8-current")
     assert found.loss < NO_CONTEXT - 1.5
     assert found.fp8_layers == LLAMA
-    baseline = run("finetune_transformers", "--epochs", "1", "--precision", BASELINE)
-    assert found.loss == pytest.approx(baseline.loss, rel=0.03)
 
 
 def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +185,3 @@ def test_fsdp2_in_two_processes(run: Runner, tmp_path: Path) -> None:
     assert log.count("9 layers are gathered in FP8") == 1
     # each process wrote its shards
     assert {file.name for file in tmp_path.rglob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
-
-
-# --- descriptions ---

@@ -50,11 +50,6 @@ def ragged(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return model.to(dtype)
 
 
-@cache
-def _ragged_in_fp8(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    return quantized(_weights(), kind, "weight_scale", None, dtype).tensors
-
-
 def in_file(model: nn.Module, kind: str, suffix: str, input_name: str | None, dtype: torch.dtype) -> dict[str, Tensor]:
     return quantized(model.state_dict(), kind, f"weight{suffix}", input_name, dtype).tensors
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from fp8_checkpoints import HF_FP8, model_of, published, quantized, write
+from pairwise import pairwise
 from torch import nn
 
 from lightning_fp8 import convert, load_exported, scaling_state
@@ -50,14 +51,11 @@ def same_state(model: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize(
-    ("how", "dtype"), [("meta", torch.bfloat16), ("plain", torch.float32), ("converted", torch.bfloat16)]
+    ("name", "how", "frozen"), pairwise([*fp8_checkpoints.CONFIGS], ["meta", "plain", "converted"], [True, False])
 )
-@pytest.mark.parametrize("name", fp8_checkpoints.CONFIGS)
-def test_values_are_those_of_transformers(
-    name: str, how: str, dtype: torch.dtype, frozen: bool, tmp_path: Path
-) -> None:
+def test_values_are_those_of_transformers(name: str, how: str, frozen: bool, tmp_path: Path) -> None:
+    dtype = torch.float32 if how == "plain" else torch.bfloat16
     # tensors outside of FP8 keep the dtype of the file in transformers, and the model's dtype here
     model = model_of(name, dtype)
     write(tmp_path, quantized(published(model), scale_dtype=torch.bfloat16).tensors, HF_FP8, model, shards=3)

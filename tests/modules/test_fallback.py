@@ -14,7 +14,7 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import DelayedScaling, convert, describe, fall_back, scaling_state, unconvert
+from lightning_fp8 import convert, describe, fall_back, scaling_state
 
 
 def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -165,17 +165,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError, match="lacks the tensors scale"):
         state.load_state_dict(broken)
     assert state.fallbacks == ("0",)
-
-
-def test_taking_in_more_layers_keeps_it_and_undoing_forgets_it() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
-    convert(model, ignore_modules=("0",))
-    fall_back(model, "1")
-    convert(model)
-    assert scaling_state(model).fallbacks == ("1",)
-    unconvert(model)
-    convert(model, DelayedScaling(margin=1))
-    assert scaling_state(model).fallbacks == ()
 
 
 def test_describe_and_unknown_names() -> None:

@@ -354,19 +354,6 @@ def test_a_declaration_in_one_thread_holds_in_all(weight_casts: list[torch.Size]
     assert torch.equal(fp8(x), -expected)
 
 
-def test_a_frozen_weight_is_cast_once(weight_casts: list[torch.Size]) -> None:
-    model, x = nn.Sequential(layer(), nn.Linear(8, 4)), torch.randn(4, 16)
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(x).sum().backward()
-        optimizer.step()
-    assert len(weight_casts) == 1
-    model[0].requires_grad_(True)
-    model(x)
-    assert len(weight_casts) == 2
-
-
 def test_the_losses_of_a_frozen_weight_are_counted_in_each_step() -> None:
     fp8, x = layer(), torch.randn(4, 16, requires_grad=True)
     fp8.weight.requires_grad_(False)

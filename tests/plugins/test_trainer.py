@@ -53,16 +53,6 @@ def test_validate_test_and_predict_run_fp8_and_move_no_scale(tmp_path: Path) -> 
     assert all(torch.equal(after[name][k], v) for name, entry in before.items() for k, v in entry.items())
 
 
-def test_validation_inside_training_changes_nothing(tmp_path: Path) -> None:
-    plain, validated = seeded(), seeded()
-    make_trainer(tmp_path, max_epochs=2).fit(plain, loader())
-    make_trainer(tmp_path, max_epochs=2, val_check_interval=1).fit(validated, loader(), loader())
-    # the weights after the last step were cast only in validation
-    for model in (plain, validated):
-        model(torch.randn(4, 32))
-    assert same(plain, validated)
-
-
 def test_a_plugin_that_is_used_again_has_the_state_of_the_new_model_alone(tmp_path: Path) -> None:
     plugin, first, second = Fp8Precision(), seeded(), seeded()
     for model in (first, second):

@@ -59,5 +59,5 @@ def loss_in(printed: str) -> float:
 
 def fp8_layers_in(text: str) -> int:
     """The number according to the plugin's message, or to the rows of `describe`."""
-    logged = re.search(r"fp8-delayed: (\d+) of \d+ linear layers run in FP8", text)
+    logged = re.search(r"fp8-\w+: (\d+) of \d+ linear layers run in FP8", text)
     return int(logged[1]) if logged else len(re.findall(r"^fp8 .*: converted", text, re.MULTILINE))
