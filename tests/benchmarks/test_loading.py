@@ -13,12 +13,15 @@ from benchmarks import loading
 
 
 def test_peak_memory_of_loading(tmp_path: Path) -> None:
-    loading.write(tmp_path, 8, 2)
-    # a new process: this one has memory that was used before
+    # what stays resident besides varies, and is less than a file of this size
+    loading.write(tmp_path, 48, 2)
+    # in a new process: this one has memory that was used before
     command = [sys.executable, "-m", "benchmarks.loading", "--measure", "frozen", "--folder", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    frozen, masters = json.loads(run.stdout), loading.measure(tmp_path, frozen=False)
-    assert frozen["parameters"] == masters["parameters"] == 8 * 2048**2
+    frozen = json.loads(run.stdout)
+    assert frozen["parameters"] == 48 * 2048**2
     assert frozen["model_bytes"] <= 1.02 * frozen["parameters"]
-    assert masters["model_bytes"] == 2 * masters["parameters"]
     assert frozen["model_bytes"] < frozen["peak_bytes"] <= frozen["model_bytes"] + frozen["largest_file_bytes"]
+    loading.write(tmp_path, 2, 2)
+    masters = loading.measure(tmp_path, frozen=False)
+    assert masters["model_bytes"] == 2 * masters["parameters"] == 2 * 2 * 2048**2

@@ -98,23 +98,6 @@ def test_the_precisions(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_gpu["bf16-mixed"].plugin().device == "cuda"
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_torchao_where_it_is_installed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Float8:
-        Float8LinearConfig = dict
-
-        @staticmethod
-        def convert_to_float8_training(block: Any, config: Any) -> Any:
-            return block, config
-
-    monkeypatch.setattr(settings, "find_spec", lambda name: "found" if name == "torchao" else None)
-    monkeypatch.setattr(settings, "import_module", {"torchao.float8": Float8}.__getitem__)
-    name, emulate = ("torchao(emulated)", True) if device is CPU else ("torchao", False)
-    theirs = settings.settings(device)[name]
-    assert theirs.prepare("a block") == ("a block", {"emulate": emulate})  # type: ignore[arg-type]
-    assert type(theirs.plugin()) is MixedPrecision
-
-
 def test_each_precision_computes_in_its_own() -> None:
     mixed = Setting(lambda: MixedPrecision("bf16-mixed", "cpu"))
     true = Setting(lambda: HalfPrecision("bf16-true"))

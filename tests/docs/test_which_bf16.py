@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from documented import measured, table_of
-from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, fsdp2_policy
+from lightning_fp8 import Bf16TruePrecision, fsdp2_policy
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.tools.compare.variants import by_default
@@ -105,16 +105,6 @@ def test_buffers_in_bf16_true() -> None:
         module = plugin.convert_module(module)
         found.append((module.frequencies.dtype, module[1].running_mean.dtype))
     assert found == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
-
-
-def test_clipping_with_a_fused_optimizer() -> None:
-    weight = nn.Parameter(torch.ones(4))
-    weight.grad = torch.full((4,), 2.0)
-    optimizer = torch.optim.AdamW([weight], fused=True)
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 1.0)
-    Bf16MixedPrecision().clip_gradients(optimizer, 1.0)
-    assert weight.grad.norm().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_measured_bytes_times_and_updates() -> None:

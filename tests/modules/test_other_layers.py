@@ -88,23 +88,3 @@ def test_bf16_true_reaches_lazy_parameters() -> None:
     with plugin.forward_context():
         model(torch.randn(2, 8, dtype=torch.bfloat16))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_subclasses_with_a_forward_of_their_own_are_named() -> None:
-    class Special(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + 1
-
-    class SpecialAttention(nn.MultiheadAttention):
-        pass
-
-    model = nn.ModuleDict(
-        {"a": Special(16, 16), "b": SpecialAttention(16, 2), "c": nn.Linear(16, 16), "d": nn.Bilinear(2, 2, 2)}
-    )
-    convert(model)
-    rows = {row.path: row for row in describe(model)}
-    assert [path for path, row in rows.items() if row.converted] == ["c"]
-    assert "a Special, subclass of nn.Linear with its own `forward`; only nn.Linear, nn.Multi" in rows["a"].reason
-    assert "a SpecialAttention, subclass of nn.MultiheadAttention; only" in rows["b"].reason
-    assert "which is not converted" in rows["b.out_proj"].reason
-    assert rows["d"].kind == "Bilinear"

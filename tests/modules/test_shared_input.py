@@ -273,17 +273,6 @@ def test_compiled_training_that_recomputes() -> None:
 
 
 @pytest.mark.usefixtures("no_caches")
-def test_compiled_with_a_change_between() -> None:
-    shared, separate = pair(partial(Nested, blocks=1))
-    changed_in_place(shared), changed_in_place(separate)
-    call = torch.compile(shared, backend="aot_eager")
-    x = torch.randn(ROWS, WIDTH)
-    for mode in (torch.enable_grad, torch.no_grad):
-        with mode():
-            assert torch.equal(call(x), separate(x))
-
-
-@pytest.mark.usefixtures("no_caches")
 def test_all_blocks_share_their_graphs() -> None:
     frames = []
     for kind in (Shared, Separate):

@@ -1,11 +1,10 @@
-"""Products in bf16 in runs: from YAML, resumed, watched, exported, and with frozen weights."""
+"""Products in bf16 in runs: kept by a plugin, watched, and exported."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, seeded
@@ -19,7 +18,6 @@ from lightning_fp8 import (
     ScaleFactorLogger,
     ScaleWatchdog,
     convert,
-    describe,
     export,
     load_exported,
     scaling_state,
@@ -81,20 +79,3 @@ def test_export_writes_what_is_true(tmp_path: Path) -> None:
         assert torch.equal(loaded(x), expected)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["quantization_config"]["ignored_layers"] == ["0"]
-
-
-def test_frozen_weights_that_bf16_multiplies_keep_their_masters() -> None:
-    model = small_mlp().requires_grad_(False)
-    convert(model, frozen_weights="fp8", overrides={"0": {"dgrad": "bf16"}})
-    rows = {row.path: row.reason for row in describe(model)}
-    assert rows["0"].endswith("weight keeps its master: it is multiplied in bf16")
-    assert rows["2"].endswith("weight in FP8 only")
-    x = torch.randn(8, 32, requires_grad=True)
-    model(x).sum().backward()
-    # a layer without a master gets one again
-    with pytest.warns(UserWarning, match="They have masters again"):
-        convert(model, overrides={"2": {"fprop": "bf16"}})
-    assert type(model[2].weight) is nn.Parameter
-    x.grad = None
-    model(x).sum().backward()
-    assert x.grad is not None
