@@ -16,7 +16,7 @@ from feed_forward_step import assert_same_steps
 from torch import Tensor, nn
 
 from lightning_fp8 import convert, unconvert
-from lightning_fp8.modules.block_forms import computed_by, form_of_class
+from lightning_fp8.modules.block_forms import form_of_class
 from lightning_fp8.modules.class_swap import own_class
 
 
@@ -129,62 +129,47 @@ def test_a_class_changed_since_conversion_is_no_longer_known(monkeypatch: pytest
     assert own_class(convert(Mine())) is Mine
 
 
-def method(body: str, arguments: str = "x") -> Any:
-    """A method without a source file."""
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.act, self.down = nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+
+
+def with_forward(body: str, arguments: str = "x") -> type[nn.Module]:
+    """A class whose forward has no source file."""
     found: dict[str, Any] = {}
     exec(f"def forward(self, {arguments}):\n    " + body.replace("; ", "\n    "), found)
-    return found["forward"]
+    return type("Block", (Parts,), {"forward": found["forward"]})
 
 
-UP = ("up", "x")
+CHAIN, GATED = "return self.down(self.act(self.up(x)))", "return self.down(self.act(self.gate(x)) * self.up(x))"
+
+
+@pytest.mark.parametrize("body", [CHAIN, GATED, "y = self.up(x); z = self.gate(x); return self.down(self.act(z) * y)"])
+def test_a_method_without_source_is_known(body: str) -> None:
+    model = converted(with_forward(body))
+    assert type(model).__name__ == "Fp8Block"
+    assert_same_steps(part_by_part(model), model, steps=1)
 
 
 @pytest.mark.parametrize(
-    ("forward", "tree", "called"),
+    ("body", "arguments"),
     [
-        (
-            method("y = self.up(x); z = self.gate(x); return self.down(self.act(z) * y)"),
-            ("down", ("*", ("act", ("gate", "x")), UP)),
-            ("up", "gate", "act", "down"),
+        *(
+            (f"{before}; {CHAIN}", "x")
+            for before in ("self.seen = x", "print(x)", "import math", "for _ in 'a': x = x")
         ),
-        (
-            method("one, two = self.up(x).chunk(2, dim=-1); return one * two"),
-            ("*", ("half 0", UP), ("half 1", UP)),
-            ("up",),
-        ),
-        (method("return self.up(x) + z", "x, z"), ("+", UP, "y"), ("up",)),
+        *((CHAIN, arguments) for arguments in ("x=1", "*x")),
+        (f"x = x if self.up is None else x; {CHAIN}", "x"),
+        (f"{CHAIN} * 2", "x"),
+        # a module that is called twice
+        (f"self.up(x); {GATED}", "x"),
+        (f"self.down(x); {CHAIN}", "x"),
+        ("one, two = self.up(x).chunk(2, dim=0); return self.down(two * self.act(one))", "x"),
+        ("'Docstring only.'", "x"),
     ],
 )
-def test_what_a_method_computes(forward: Any, tree: Any, called: tuple[str, ...]) -> None:
-    assert computed_by(forward) == (tree, called)
-
-
-@pytest.mark.parametrize(
-    "forward",
-    [
-        method("'Docstring only.'"),
-        method("self.seen = x; return self.up(x)"),
-        method("return self.up(x)", "x=1"),
-        method("return self.up(x)", "*x"),
-        method("return x if self.up is None else self.up(x)"),
-        method("for _ in 'ab': x = self.up(x); return x"),
-        method("print(x); return self.up(x)"),
-        method("import math; return self.up(x)"),
-        method("return self.up(x) * 2"),
-        method("one, two = self.up(x).chunk(2, dim=0); return one * two"),
-        len,
-    ],
-)
-def test_a_method_that_may_do_more_is_unknown(forward: Any) -> None:
-    assert computed_by(forward) == (None, ())
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "self.up(x); return self.down(self.act(self.gate(x)) * self.up(x))",
-        "self.down(x); return self.down(self.act(self.up(x)))",
-    ],
-)
-def test_a_module_that_is_called_twice_is_no_part_of_a_form(body: str) -> None:
-    assert form_of_class(type("Block", (nn.Module,), {"forward": method(body)}), {}) is None
+def test_a_method_that_may_do_more_is_left_alone(body: str, arguments: str) -> None:
+    kind = with_forward(body, arguments)
+    assert type(converted(kind)) is kind
