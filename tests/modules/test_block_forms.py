@@ -58,11 +58,14 @@ class Registered(Mine):
 
 
 def decorated(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(method)
-    def doubled(self: nn.Module, hidden: Tensor) -> Tensor:
-        return 2 * method(self, hidden)
+    seen: list[Tensor] = []
 
-    return doubled
+    @functools.wraps(method)
+    def noting(self: nn.Module, hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return method(self, hidden)
+
+    return noting
 
 
 class Decorated(Mine):
