@@ -7,8 +7,8 @@ arguments of the Trainer; nothing else differs. The package's own methods save a
 another process, and its predictions there are compared with those of the model that was trained: as it was loaded, and
 once more after ``load_scales`` with the scales of the training, for packages whose files hold weights alone.
 
-Everything runs on the CPU with one thread. The loss is the mean over the last epoch of training, of neuralforecast over
-the last ten steps.
+Everything runs on the CPU with one thread. The loss is the mean over the last epoch of training, of neuralforecast and
+of the networks of torch_geometric over the last ten steps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +153,71 @@ def scvi(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Mad
     return nn.ModuleDict({"module": model.module}), model.get_latent_representation, loss
 
 
-# by the name that pip installs it under
+def graphs(kind: str, trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
+    """A network of torch_geometric that classifies the nodes of a random graph; saved as weights alone."""
+    import lightning.pytorch as pl
+    import torch_geometric.nn as geometric
+    from torch_geometric.utils import degree
+
+    random = torch.Generator().manual_seed(0)
+    nodes, classes = 512, 16
+    edges = torch.randint(nodes, (2, 4 * nodes), generator=random)
+    x, noise = torch.randn(nodes, 32, generator=random), torch.randn(nodes, classes, generator=random)
+    around = x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / 2
+    labels = (around[:, :classes] + noise).argmax(1)
+    hidden, degrees = 64, degree(edges[1], nodes, dtype=torch.long).bincount()
+    settings: dict[str, Any] = {"num_layers": 3, "out_channels": classes}
+    if kind == "PNA":
+        settings |= {"aggregators": ["mean", "max", "std"], "scalers": ["identity", "amplification"], "deg": degrees}
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            parts = [geometric.MLP([hidden, hidden, hidden], norm=None) for _ in range(2)]
+            self.enter, self.leave = geometric.Linear(32, hidden), geometric.Linear(hidden, classes)
+            self.layers = nn.ModuleList(geometric.GPSConv(hidden, geometric.GINConv(part), heads=4) for part in parts)
+
+        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            x = self.enter(x)
+            for layer in self.layers:
+                x = layer(x, edges)
+            return self.leave(x)
+
+    class Nodes(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Transformer() if kind == "GPS" else getattr(geometric, kind)(32, hidden, **settings)
+            self.losses: list[float] = []
+
+        def training_step(self, _: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(self.net(x, edges).float(), labels)
+            self.losses.append(loss.item())
+            return loss
+
+        def predict_step(self, _: torch.Tensor) -> torch.Tensor:
+            return self.net(x, edges)  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    model, steps = Nodes(), torch.utils.data.DataLoader(range(1))  # type: ignore[var-annotated,arg-type]
+    trainer: Any = pl.Trainer(max_epochs=60, enable_checkpointing=False, log_every_n_steps=1, **trainer_arguments)
+    if is_saved:
+        model.load_state_dict(torch.load(folder / "weights.pt"))
+    else:
+        trainer.fit(model, steps)
+        torch.save(model.state_dict(), folder / "weights.pt")
+    return model, lambda: torch.cat(trainer.predict(model, steps)), None if is_saved else np.mean(model.losses[-10:])
+
+
+# by the name that pip installs it under, and a kind of model
 PACKAGES: dict[str, Package] = {
     "darts": darts,
     "neuralforecast": neuralforecast,
     "pytorch-forecasting": pytorch_forecasting,
     "chemprop": chemprop,
     "scvi-tools": scvi,
+    **{f"torch_geometric {kind}": partial(graphs, kind) for kind in ("GCN", "GAT", "GraphSAGE", "PNA", "GPS")},
 }
 
 
@@ -174,7 +233,12 @@ def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
         torch.save(made, predictions)
         if share := coverage(module):
             torch.save(scaling_state(module).state_dict(), scales)
-        about = {"case": package, "version": package_version(package), "variant": precision, "coverage": share}
+        about = {
+            "case": package,
+            "version": package_version(package.split()[0]),
+            "variant": precision,
+            "coverage": share,
+        }
         return {**about, "loss": float(loss), **environment("lightning", "numpy")}
     before = torch.load(predictions)
     found = {"difference": (made - before).abs().max().item()}
@@ -212,7 +276,7 @@ def installed(folder: Path, packages: Sequence[str]) -> Path:
     if not python.exists():
         venv.create(folder, with_pip=True)
     pip = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
-    subprocess.run([*pip, "lightning", "torchmetrics", *packages], check=True)
+    subprocess.run([*pip, "lightning", "torchmetrics", *{package.split()[0] for package in packages}], check=True)
     return python
 
 

@@ -21,6 +21,7 @@ from lightning_fp8.callbacks import (
 )
 from lightning_fp8.conversion.checkpoint_scales import load_scales
 from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
+from lightning_fp8.conversion.linear_layers import register_linear
 from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.export.load import load_exported
 from lightning_fp8.export.write import export
@@ -62,6 +63,7 @@ __all__ = [
     "fsdp2_policy",
     "load_exported",
     "load_scales",
+    "register_linear",
     "scaling_state",
     "unconvert",
     "weights_unchanged",

@@ -13,13 +13,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_fp8.conversion.linear_layers import inherits_forward, is_named_linear, reason_against_linear
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
-from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.base import Fp8Module, fp8_class
 from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.experts import Fp8Experts, experts_class, find_routers, is_experts, reason_against_experts
+from lightning_fp8.modules.experts import Fp8Experts, find_routers, is_experts, reason_against_experts
 from lightning_fp8.modules.fused_blocks import plain_class
-from lightning_fp8.modules.linear import Fp8Linear
+from lightning_fp8.modules.linear import Fp8Linear, linear_class
 from lightning_fp8.modules.paths import matches
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS, Product
 from lightning_fp8.scaling.config import Fp8Config
@@ -73,11 +74,16 @@ def planned_layers(
     ``products`` has, by layer, its products in bf16 and the setting that put them there.
     """
     everything = [layer for _, layer in modules]
-    classes, routers, of_adapters = fp8_classes(everything), set(find_routers(everything)), adapter_modules(everything)
+    routers, of_adapters = set(find_routers(everything)), adapter_modules(everything)
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
-        if not (isinstance(layer, (*classes, nn.Bilinear)) or layer in routers or is_linear_by_name(layer)):
+        if not (
+            is_experts(layer)
+            or isinstance(layer, (*_classes(), nn.Bilinear))
+            or layer in routers
+            or is_named_linear(layer)
+        ):
             continue
         in_adapter, (in_bf16, source) = layer in of_adapters, products[layer]
         if layer in ignored:
@@ -89,19 +95,21 @@ def planned_layers(
         elif layer in routers:
             reason = "a router: rounded to FP8, its outputs would choose other experts"
         else:
-            reason = reason_against(layer, tuple(classes), layer in outputs_of_converted)
+            reason = reason_against(layer, layer in outputs_of_converted)
         of_size = None if reason else too_small(layer, config.min_features)
-        becomes = None if reason or of_size else classes.get(plain_class(layer), Fp8Linear)
+        becomes = None if reason or of_size else fp8_class_for(layer)
         if becomes is not None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(adapted_layer(layer.out_proj))
         yield PlannedLayer(path, layer, becomes, reason or of_size, of_size is not None, in_adapter, in_bf16)
 
 
-def fp8_classes(layers: Iterable[nn.Module] = ()) -> dict[type[nn.Module], type[Fp8Module]]:
-    """The FP8 class for each class of layer, including the expert classes among ``layers``."""
+def _classes() -> dict[type[nn.Module], type[Fp8Module]]:
+    """The classes that are known by name, each with its FP8 class."""
     classes: dict[type[nn.Module], type[Fp8Module]] = {
         nn.Linear: Fp8Linear,
         nn.MultiheadAttention: Fp8MultiheadAttention,
+        # this subclass of nn.Linear only marks the output projection of an attention
+        NonDynamicallyQuantizableLinear: Fp8Linear,
     }
     # a model with such a layer has imported its module; other models need no transformers
     hugging_face = sys.modules.get("transformers.pytorch_utils")
@@ -109,58 +117,49 @@ def fp8_classes(layers: Iterable[nn.Module] = ()) -> dict[type[nn.Module], type[
         from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
 
         classes[Conv1D] = Fp8Conv1D
-    experts = {plain_class(layer) for layer in layers if is_experts(layer)}
-    return {**classes, **{kind: experts_class(kind) for kind in experts}}
+    return classes
 
 
-def reason_against(layer: nn.Module, kinds: tuple[type[nn.Module], ...], is_output: bool) -> str | None:
+def fp8_class_for(layer: nn.Module) -> type[Fp8Module]:
+    """The class of this layer in FP8."""
+    kind = plain_class(layer)
+    if is_experts(layer):
+        return fp8_class(Fp8Experts, kind)
+    return _classes().get(kind) or linear_class(kind, is_probed=not inherits_forward(kind))
+
+
+def reason_against(layer: nn.Module, is_output: bool) -> str | None:
     """Why this layer is not converted; None if it can be. ``is_output``: ``out_proj`` of a converted attention."""
-    # this subclass of nn.Linear only marks the output projection of an attention
     if plain_class(layer) is NonDynamicallyQuantizableLinear:
         return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
     if isinstance(layer, Fp8Module):
         return None
-    if isinstance(layer, LazyModuleMixin):
+    if isinstance(layer, LazyModuleMixin) or any(map(is_lazy, layer.parameters(recurse=False))):
         return "is not initialised yet: run a batch through the model before it is converted"
     if is_parametrized(layer):
         return "is parametrized: its weight is computed at each forward"
     if isinstance(layer, torch.jit.ScriptModule):
         return "a torch.jit.ScriptModule: a conversion by class would have no effect"
-    if own_class(layer) not in kinds:
-        names = {
-            kind: f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__ for kind in kinds
-        }
-        return (
-            f"a {type(layer).__name__}{_relation(layer, names)}; only {', '.join(names.values())} are converted, not"
-            " their subclasses"
-        )
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
-    if is_experts(layer) and (reason := reason_against_experts(layer)):
-        return reason
-    return "has no elements" if any(weight.numel() == 0 for weight in gemm_weights(layer).values()) else None
-
-
-def _relation(layer: nn.Module, names: Mapping[type[nn.Module], str]) -> str:
-    for kind, name in names.items():
-        if isinstance(layer, kind):
-            own_forward = " with its own `forward`" if type(layer).forward is not kind.forward else ""
-            return f", subclass of {name}{own_forward}"
-    return f" of {type(layer).__module__.partition('.')[0]}, not an nn.Linear"
+    known, kind = _classes(), own_class(layer)
+    base = next((one for one in known if issubclass(kind, one) and not issubclass(one, nn.Linear)), None)
+    if is_experts(layer):
+        reason = reason_against_experts(layer)
+    elif base is None:
+        reason = None if kind in known else reason_against_linear(layer)
+    else:
+        name = f"nn.{base.__name__}" if base is nn.MultiheadAttention else base.__name__
+        reason = None if kind is base else f"a {kind.__name__}, a subclass of {name}, which alone is converted"
+    if reason is None and any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
+        return "has no elements"
+    return reason
 
 
 def too_small(layer: nn.Module, min_features: int) -> str | None:
     """Which of a layer's weights are too small for FP8, as a reason not to convert it; None if none are."""
     below = [str(one) for one in sizes(layer) if min(one) < min_features]
     return f"fewer than {min_features} features: {' and '.join(below)} (min_features={min_features})" if below else None
-
-
-def is_linear_by_name(layer: nn.Module) -> bool:
-    """Whether it is a linear layer of another library, or one in a ``torch.jit.ScriptModule``: a name and a matrix."""
-    if getattr(layer, "original_name", own_class(layer).__name__) != "Linear":
-        return False
-    weight = dict(layer.named_parameters(recurse=False)).get("weight")
-    return weight is not None and (is_lazy(weight) or weight.dim() == 2)
 
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
@@ -173,7 +172,7 @@ def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 def sizes(layer: nn.Module) -> list[Sizes]:
     """The sizes of a layer's GEMM weights, whether it stores them as ``[N, K]`` or ``[K, N]``."""
-    kind = type(layer) if isinstance(layer, Fp8Module) else fp8_classes().get(own_class(layer), Fp8Module)
+    kind = type(layer) if isinstance(layer, Fp8Module) else fp8_class_for(layer)
     return [
         Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape[-2:])))
         for weight in gemm_weights(layer).values()

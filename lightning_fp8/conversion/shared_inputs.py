@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_fp8.conversion.candidates import fp8_classes
 from lightning_fp8.modules.adapters import adapted_layer
-from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.fused_blocks import plain_class
+from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.shared_input import SharedInput
 
 # code that may run less often, more often or later than the code around it
@@ -72,7 +71,6 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
     """
     parents = list(modules)
     places = Counter(child for parent in parents for child in parent._modules.values() if child is not None)
-    kinds = {kind for kind in fp8_classes().values() if kind is not Fp8MultiheadAttention}
     groups: list[list[Fp8Module]] = []
     for parent in parents:
         layers = {
@@ -80,7 +78,7 @@ def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
             for name, child in parent._modules.items()
             if child is not None
             and isinstance(layer := adapted_layer(child), Fp8Module)
-            and own_class(layer) in kinds
+            and own_class(layer) in LinearForward.family
             and places[child] == places[layer] == 1
         }
         # a forward replaced on the object has different source code

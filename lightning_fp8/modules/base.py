@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -12,6 +13,7 @@ from typing_extensions import Self
 from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.ops.formats import Product
+from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.state import ScalingState
 
@@ -23,6 +25,7 @@ class Fp8Module(nn.Module):
         fp8: the GEMM of each of its own weights, by name; the name is ``""`` where there is just one.
         plain_class: the class before the conversion, which :func:`lightning_fp8.unconvert` restores.
         weight_is_k_by_n: whether the layer stores its weight as ``[K, N]``, not as ``[N, K]``.
+        family: the classes that compute with one forward; :func:`fp8_class` adds to them.
         weights_are_stacked: whether its weights are matrices of parameters ``[E, N, K]``: the names of their GEMMs end
             with ``.<number>``, and :meth:`gemm_weights` gives the parameters.
     """
@@ -31,6 +34,18 @@ class Fp8Module(nn.Module):
     plain_class: type[nn.Module]
     weight_is_k_by_n: ClassVar[bool] = False
     weights_are_stacked: ClassVar[bool] = False
+    family: ClassVar[set[type[Fp8Module]]] = set()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # a class that is made for the conversion is not one that the user's class has to know
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # whatever the plain class does to be copied, the copy is converted too
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -121,3 +136,32 @@ class Fp8Module(nn.Module):
         """The text of the plain class, and the recipe."""
         plain = super().extra_repr()
         return f"{plain}{', ' if plain else ''}fp8={self.scaling_state.recipe}"
+
+
+_classes: dict[tuple[type[Fp8Module], type[nn.Module]], type[Fp8Module]] = {}
+
+
+def fp8_class(base: type[Fp8Module], plain: type[nn.Module]) -> type[Fp8Module]:
+    """The one FP8 class for layers of a class that is not known by name: ``base`` computes, all else is ``plain``'s."""
+    if (base, plain) not in _classes:
+        attributes = {"__doc__": plain.__doc__, "__module__": plain.__module__, "__reduce_ex__": _reduce}
+        made = _classes[base, plain] = type(f"Fp8{plain.__name__}", (base, plain), attributes)
+        base.family.add(made)
+    return _classes[base, plain]
+
+
+def _reduce(self: Fp8Module, protocol: Any) -> Any:
+    # pickle finds the plain class by its name, and not the class that is made here
+    plain: Any = self.plain_class
+    make, arguments, *state = plain.__reduce_ex__(self, protocol)
+    make, *arguments = (plain if one is type(self) else one for one in (make, *arguments))
+    if state and "fp8" in state[0]:
+        return _new, (type(self).__mro__[1], make, *arguments), *state
+    warn_once(f"A pickled {plain.__name__} is plain, not in FP8: its class has a `__reduce__` without its attributes.")
+    return make, tuple(arguments), *state
+
+
+def _new(base: type[Fp8Module], make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    layer = make(*arguments)
+    layer.__class__ = fp8_class(base, type(layer))
+    return layer

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
-from lightning_fp8.modules.linear import LINEAR_CLASSES
+from lightning_fp8.modules.linear import LinearForward
 
 
 class Fp8Conv1D(Fp8Module, Conv1D):
@@ -33,4 +33,4 @@ class Fp8Conv1D(Fp8Module, Conv1D):
         return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"
 
 
-LINEAR_CLASSES.append(Fp8Conv1D)
+LinearForward.family.add(Fp8Conv1D)

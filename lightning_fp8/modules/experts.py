@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from lightning_fp8.runtime.warn_once import warn_once
 # the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
 _FORM = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _INTERFACE = "transformers.integrations.moe"
-_classes: dict[type, type[Fp8Experts]] = {}
 
 
 class Fp8Experts(Fp8Module):
@@ -117,11 +116,6 @@ class Fp8Experts(Fp8Module):
     def _activated(self, h: Tensor) -> Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # pickle finds the plain class by its name, and not the class that `experts_class` makes
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (self.plain_class,), *reduced[2:]
-
 
 def stack_names(layer: nn.Module) -> tuple[str, str]:
     """Names of the two parameters ``[E, N, K]``, in the order of the products."""
@@ -165,18 +159,6 @@ def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
                 weight = part._parameters.get("weight")
                 if weight is not None and weight.dim() == 2 and len(weight) == count:
                     yield part
-
-
-def experts_class(plain: type[nn.Module]) -> type[Fp8Experts]:
-    """The FP8 class for experts of this class."""
-    if plain not in _classes:
-        _classes[plain] = type(f"Fp8{plain.__name__}", (Fp8Experts, plain), {})
-    return _classes[plain]
-
-
-def _new(plain: type[nn.Module]) -> nn.Module:
-    kind = experts_class(plain)
-    return kind.__new__(kind)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

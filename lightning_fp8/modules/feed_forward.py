@@ -24,7 +24,7 @@ from lightning_fp8.modules.functional import (
     rounded_bias,
 )
 from lightning_fp8.modules.gemm import Gemm
-from lightning_fp8.modules.linear import LINEAR_CLASSES
+from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.ops.operand import Layer
 
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -186,7 +186,7 @@ def _weight(layer: nn.Module) -> Tensor:
 def reason_against_fusing(block: FeedForward) -> str | None:
     """Why the block has to run part by part, as it is now; None if it runs fused."""
     layers = [*block.first, block.second]
-    if any(type(layer) not in LINEAR_CLASSES for layer in layers):
+    if any(type(layer) not in LinearForward.family for layer in layers):
         return "a linear layer is not converted, has an adapter, or is sharded by itself"
     gemms = [cast(Fp8Module, layer).fp8[""] for layer in layers]
     if not all(gemm.precision.in_fp8 and not gemm.precision.in_bf16 for gemm in gemms):

@@ -21,7 +21,7 @@ from lightning_fp8.modules.feed_forward import (
     reason_against_fusing,
     run_block,
 )
-from lightning_fp8.modules.linear import LINEAR_CLASSES
+from lightning_fp8.modules.linear import LinearForward
 
 Step = FeedForward | Callable[[Tensor], Tensor]
 
@@ -167,7 +167,7 @@ def _block_at(calls: list[Callable[[Tensor], Tensor]], position: int) -> tuple[F
 
 
 def _is_linear(call: object) -> bool:
-    return isinstance(call, nn.Linear) or type(call) in LINEAR_CLASSES
+    return isinstance(call, nn.Linear) or type(call) in LinearForward.family
 
 
 def _blocks(module: nn.Module, form: Form) -> list[FeedForward]:
@@ -177,7 +177,9 @@ def _blocks(module: nn.Module, form: Form) -> list[FeedForward]:
 def _can_be_fused(block: FeedForward) -> bool:
     """Whether the block meets the conditions that conversion decides; the others may change from call to call."""
     layers = [*block.first, block.second]
-    return activation_name(block.activation) is not None and all(own_class(one) in LINEAR_CLASSES for one in layers)
+    return activation_name(block.activation) is not None and all(
+        own_class(one) in LinearForward.family for one in layers
+    )
 
 
 def _run_steps(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.base import Fp8Module, fp8_class
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
 from lightning_fp8.modules.tensor_parallel import parallel_linear
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
+from lightning_fp8.runtime.warn_once import warn_once
+
+# what an attribute is that a `forward` may depend on
+SETTINGS = (bool, int, float, str, type(None), torch.dtype)
 
 
-class Fp8Linear(Fp8Module, nn.Linear):
+class LinearForward(Fp8Module):
     """``y = x @ weight^T + bias`` with FP8 operands and fp32 accumulation.
 
-    Never constructed: :func:`lightning_fp8.convert` turns an ``nn.Linear`` into it by class, on the same object, so
-    parameters, hooks, ties and ``state_dict`` keys stay what they are.
+    Never constructed: :func:`lightning_fp8.convert` gives a linear layer a class of this and its own class, on the same
+    object, so parameters, hooks, ties and ``state_dict`` keys stay what they are.
 
     Shape:
         x ``[*, in_features]`` fp32, bf16 or fp16, any strides, any number of leading dimensions, including empty ones;
@@ -31,6 +37,10 @@ class Fp8Linear(Fp8Module, nn.Linear):
         ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
     """
 
+    weight: Tensor
+    bias: Any
+    family: ClassVar[set[type[Fp8Module]]] = set()
+
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
         weight, gemm, record = self.weight, self.fp8[""], self.training and torch.is_grad_enabled()
@@ -42,5 +52,32 @@ class Fp8Linear(Fp8Module, nn.Linear):
         return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)
 
 
-# the classes that are one linear layer; `conv1d` adds its own, where `transformers` has been imported
-LINEAR_CLASSES: list[type[Fp8Module]] = [Fp8Linear]
+class Fp8Linear(LinearForward, nn.Linear):
+    """``nn.Linear`` in FP8; see :class:`LinearForward`."""
+
+
+class ProbedLinear(LinearForward):
+    """A layer with a ``forward`` of its own, which a probe has found to compute the same.
+
+    The probe has seen the settings that the layer had then, so a later change of one is said.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        former = self.__dict__.get(name, value)
+        super().__setattr__(name, value)
+        is_setting = isinstance(former, SETTINGS) and name != "training"
+        if is_setting and not (isinstance(value, SETTINGS) and value == former):
+            warn_once(
+                f"{self.plain_class.__name__} {self.fp8[''].name!r}: `{name}` was {former!r} when the layer was found"
+                f" to compute F.linear(x, weight, bias), and is {value!r} now. In FP8 it still computes F.linear. Call"
+                " `unconvert(model)` and `convert(model)` to have it probed again."
+            )
+
+
+def linear_class(plain: type[nn.Module], is_probed: bool) -> type[Fp8Module]:
+    """The FP8 class for linear layers of this class."""
+    return Fp8Linear if plain is nn.Linear else fp8_class(ProbedLinear if is_probed else LinearForward, plain)
+
+
+# `conv1d` adds its own, where `transformers` has been imported
+LinearForward.family.add(Fp8Linear)
