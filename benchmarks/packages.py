@@ -154,18 +154,21 @@ def scvi(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Mad
 
 
 def graphs(kind: str, trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
-    """A network of torch_geometric that classifies the nodes of a random graph; saved as weights alone."""
+    """A network of torch_geometric that classifies the nodes of a new random graph at each step; saves its weights."""
     import lightning.pytorch as pl
     import torch_geometric.nn as geometric
     from torch_geometric.utils import degree
 
-    random = torch.Generator().manual_seed(0)
-    nodes, classes = 512, 16
-    edges = torch.randint(nodes, (2, 4 * nodes), generator=random)
-    x, noise = torch.randn(nodes, 32, generator=random), torch.randn(nodes, classes, generator=random)
-    around = x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / 2
-    labels = (around[:, :classes] + noise).argmax(1)
-    hidden, degrees = 64, degree(edges[1], nodes, dtype=torch.long).bincount()
+    nodes, classes, hidden = 512, 16, 64
+
+    def graph(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(number)
+        edges = torch.randint(nodes, (2, 4 * nodes), generator=random)
+        x, noise = torch.randn(nodes, 32, generator=random), torch.randn(nodes, classes, generator=random)
+        around = x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / 2
+        return x, edges, (around[:, :classes] + noise).argmax(1)
+
+    degrees = degree(graph(0)[1][1], nodes, dtype=torch.long).bincount()
     settings: dict[str, Any] = {"num_layers": 3, "out_channels": classes}
     if kind == "PNA":
         settings |= {"aggregators": ["mean", "max", "std"], "scalers": ["identity", "amplification"], "deg": degrees}
@@ -190,12 +193,13 @@ def graphs(kind: str, trainer_arguments: dict[str, Any], folder: Path, is_saved:
             self.losses: list[float] = []
 
         def training_step(self, _: torch.Tensor) -> torch.Tensor:
+            x, edges, labels = graph(self.global_step)
             loss = nn.functional.cross_entropy(self.net(x, edges).float(), labels)
             self.losses.append(loss.item())
             return loss
 
         def predict_step(self, _: torch.Tensor) -> torch.Tensor:
-            return self.net(x, edges)  # type: ignore[no-any-return]
+            return self.net(*graph(0)[:2])  # type: ignore[no-any-return]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-3)

@@ -227,3 +227,13 @@ def cuda_half(host_kernels: list[str], cuda_functions: None, monkeypatch: pytest
 
     monkeypatch.setattr(HostKernel, "__call__", counting)
     return launches
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

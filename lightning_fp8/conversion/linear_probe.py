@@ -90,7 +90,8 @@ def _reason_not_to_try(layer: nn.Module) -> str | None:
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if name not in _OF_MODULES}
+    # `fully_shard` keeps its state under names that begin with two underscores
+    return {name: one for name, one in vars(layer).items() if name not in _OF_MODULES and not name.startswith("__")}
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
@@ -186,10 +187,10 @@ def _compare(layer: nn.Module, case: _Case, generator: torch.Generator) -> None:
         if not is_same and not (case.autocast and _is_promoted(y, x, weight, bias)):
             given = f"{dtype_name(y.dtype)} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise _OtherError(f"{case} it gives {given}, not {dtype_name(expected.dtype)} {list(expected.shape)}")
-        dy = dy.to(y.dtype)
-        gradients = torch.autograd.grad(y, tensors, dy, allow_unused=True)
         if _state(layer, tensors) != before:
             raise _OtherError("it changes its attributes or its arguments")
+        dy = dy.to(y.dtype)
+        gradients = torch.autograd.grad(y, tensors, dy, allow_unused=True)
         terms = [one.detach().abs().float().requires_grad_() for one in tensors]
         bound, allowed = F.linear(*terms), _ROUNDINGS * torch.finfo(expected.dtype).eps
         found = zip(
