@@ -202,16 +202,16 @@ def graphs(kind: str, trainer_arguments: dict[str, Any], folder: Path, is_saved:
             return self.net(*graph(0)[:2])  # type: ignore[no-any-return]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), 1e-3)
+            return torch.optim.AdamW(self.parameters(), 3e-3)
 
-    model, steps = Nodes(), torch.utils.data.DataLoader(range(1))  # type: ignore[var-annotated,arg-type]
-    trainer: Any = pl.Trainer(max_epochs=60, enable_checkpointing=False, log_every_n_steps=1, **trainer_arguments)
+    model, steps, once = Nodes(), *(torch.utils.data.DataLoader(range(number)) for number in (200, 1))  # type: ignore[var-annotated,arg-type]
+    trainer: Any = pl.Trainer(max_epochs=1, enable_checkpointing=False, **trainer_arguments)
     if is_saved:
         model.load_state_dict(torch.load(folder / "weights.pt"))
     else:
         trainer.fit(model, steps)
         torch.save(model.state_dict(), folder / "weights.pt")
-    return model, lambda: torch.cat(trainer.predict(model, steps)), None if is_saved else np.mean(model.losses[-10:])
+    return model, lambda: torch.cat(trainer.predict(model, once)), None if is_saved else np.mean(model.losses[-10:])
 
 
 # by the name that pip installs it under, and a kind of model
