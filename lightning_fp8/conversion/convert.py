@@ -46,9 +46,10 @@ def convert(
     """Convert a model's linear and attention layers to FP8 in place: the objects stay the same, their classes change.
 
     It converts ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, Hugging Face's ``Conv1D``, and the
-    experts of transformers 5, each expert with its own scales. Routers stay as they are.
-    Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied; subclasses are left
-    alone (:func:`describe` names them). Converting a converted model again keeps its scales and converts layers that
+    experts of transformers 5, each expert with its own scales. Routers stay as they are. Other linear layers are
+    converted if they inherit ``forward`` from ``nn.Linear`` or from a class of :func:`register_linear`, or if a probe
+    finds that theirs computes the same; :func:`describe` says how, or names the difference.
+    Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a converted model again keeps its scales and converts layers that
     have been added since. A model from ``load_from_checkpoint`` gets the scales of its checkpoint.
 
     A module that computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of GPT-2,

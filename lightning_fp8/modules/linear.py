@@ -19,10 +19,29 @@ SETTINGS = (bool, int, float, str, type(None), torch.dtype)
 
 
 class LinearForward(Fp8Module):
+    """The forward of all converted linear layers ``[N, K]``: of :class:`Fp8Linear`, and of classes made of others."""
+
+    weight: Tensor
+    bias: Any
+    family: ClassVar[set[type[Fp8Module]]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[*, in_features]`` -> y ``[*, out_features]``; see :class:`Fp8Linear`."""
+        weight, gemm, record = self.weight, self.fp8[""], self.training and torch.is_grad_enabled()
+        fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
+        if not fits or x.dtype not in CASTABLE_DTYPES:
+            check_input(self, "input", x, weight)
+        if isinstance(weight, DTensor):
+            return parallel_linear(gemm, x, weight, self.bias, record)
+        return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)
+
+
+class Fp8Linear(LinearForward, nn.Linear):
     """``y = x @ weight^T + bias`` with FP8 operands and fp32 accumulation.
 
-    Never constructed: :func:`lightning_fp8.convert` gives a linear layer a class of this and its own class, on the same
-    object, so parameters, hooks, ties and ``state_dict`` keys stay what they are.
+    Never constructed: :func:`lightning_fp8.convert` turns an ``nn.Linear`` into it by class, on the same object, so
+    parameters, hooks, ties and ``state_dict`` keys stay what they are. Other linear layers get a class of the same
+    forward and their own class.
 
     Shape:
         x ``[*, in_features]`` fp32, bf16 or fp16, any strides, any number of leading dimensions, including empty ones;
@@ -36,24 +55,6 @@ class LinearForward(Fp8Module):
         TypeError: for an input that is not fp32, bf16 or fp16.
         ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
     """
-
-    weight: Tensor
-    bias: Any
-    family: ClassVar[set[type[Fp8Module]]] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[*, in_features]`` -> y ``[*, out_features]``; see the class."""
-        weight, gemm, record = self.weight, self.fp8[""], self.training and torch.is_grad_enabled()
-        fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
-        if not fits or x.dtype not in CASTABLE_DTYPES:
-            check_input(self, "input", x, weight)
-        if isinstance(weight, DTensor):
-            return parallel_linear(gemm, x, weight, self.bias, record)
-        return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)
-
-
-class Fp8Linear(LinearForward, nn.Linear):
-    """``nn.Linear`` in FP8; see :class:`LinearForward`."""
 
 
 class ProbedLinear(LinearForward):
