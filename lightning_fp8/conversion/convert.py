@@ -49,8 +49,9 @@ def convert(
     experts of transformers 5, each expert with its own scales. Routers stay as they are. Other linear layers are
     converted if they inherit ``forward`` from ``nn.Linear`` or from a class of :func:`register_linear`, or if a probe
     finds that theirs computes the same; :func:`describe` says how, or names the difference.
-    Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a converted model again keeps its scales and converts layers that
-    have been added since. A model from ``load_from_checkpoint`` gets the scales of its checkpoint.
+    Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
+    converted model again keeps its scales and converts layers that have been added since. A model from
+    ``load_from_checkpoint`` gets the scales of its checkpoint.
 
     A module that computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of GPT-2,
     Llama, BERT and ViT in transformers, runs the block fused unless something needs its parts; see

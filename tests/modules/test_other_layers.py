@@ -36,6 +36,7 @@ def test_parametrized_after_conversion_runs_in_fp8_with_the_weight_of_each_forwa
     assert sqnr(model[0](x), expected) > 24
     assert not torch.equal(model[0](x), expected)
     trains(model, x)
+    assert torch.equal(trains(copy.deepcopy(model), x), trains(model, x))
     assert (scaling_state(model).amax > 0).all()
     with pytest.raises(RuntimeError, match="0 has been parametrized since it was converted"):
         unconvert(model)
