@@ -98,7 +98,7 @@ def test_other_reasons_come_first() -> None:
     convert(model, ignore_modules=("0",), min_features=8)
     found = reasons(model, ignore_modules=("0",))
     assert found["0"] == "matches `ignore_modules`"
-    assert found["2"].startswith("a Bilinear of torch, not an nn.Linear; only nn.Linear,")
+    assert found["2"].startswith("a Bilinear, which multiplies two inputs")
 
 
 def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
