@@ -221,7 +221,7 @@ PACKAGES: dict[str, Package] = {
     "pytorch-forecasting": pytorch_forecasting,
     "chemprop": chemprop,
     "scvi-tools": scvi,
-    **{f"torch_geometric {kind}": partial(graphs, kind) for kind in ("GCN", "GAT", "GraphSAGE", "PNA", "GPS")},
+    **{f"torch_geometric/{kind}": partial(graphs, kind) for kind in ("GCN", "GAT", "GraphSAGE", "PNA", "GPS")},
 }
 
 
@@ -239,7 +239,7 @@ def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
             torch.save(scaling_state(module).state_dict(), scales)
         about = {
             "case": package,
-            "version": package_version(package.split()[0]),
+            "version": package_version(package.partition("/")[0]),
             "variant": precision,
             "coverage": share,
         }
@@ -280,7 +280,9 @@ def installed(folder: Path, packages: Sequence[str]) -> Path:
     if not python.exists():
         venv.create(folder, with_pip=True)
     pip = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
-    subprocess.run([*pip, "lightning", "torchmetrics", *{package.split()[0] for package in packages}], check=True)
+    subprocess.run(
+        [*pip, "lightning", "torchmetrics", *{package.partition("/")[0] for package in packages}], check=True
+    )
     return python
 
 

@@ -151,10 +151,12 @@ def test_a_class_that_pickles_without_its_attributes_gives_a_plain_layer_and_say
 
 
 def test_the_class_of_the_user_does_not_see_that_it_is_subclassed() -> None:
-    before = list(Initialised.made)
-    layer = convert(Initialised(16, 16, "relu"))
-    assert Initialised.made == before
-    assert repr(layer).startswith("Fp8Initialised(init=relu, fp8=Delayed")
+    class New(Initialised):
+        pass
+
+    layer = convert(New(16, 16, "relu"))
+    assert Initialised.made == [New]
+    assert repr(layer).startswith("Fp8New(init=relu, fp8=Delayed")
 
 
 def test_compiled_it_computes_the_same() -> None:
@@ -248,6 +250,9 @@ def test_classes_that_a_conversion_by_class_could_change_are_named() -> None:
     class Computed(nn.Linear):
         weight = property(lambda self: 2 * self._parameters["weight"])
 
+    class Attention(nn.MultiheadAttention):
+        pass
+
     made: list[nn.Module] = [WithMeta(16, 16), Called(16, 16)]
     computed = Computed.__new__(Computed)
     nn.Module.__init__(computed)
@@ -257,6 +262,9 @@ def test_classes_that_a_conversion_by_class_could_change_are_named() -> None:
     expected = ("whose metaclass Meta may act", "has a `__call__` of its own", "whose `weight` is a property")
     assert all(part in reason for part, reason in zip(expected, reasons, strict=False))
     assert type(model[3]) is Fp8Linear
+    reasons = [row.reason for row in describe(nn.Sequential(Attention(16, 2)))]
+    assert reasons[0] == "a Attention, a subclass of nn.MultiheadAttention, which alone is converted"
+    assert "which is not converted" in reasons[1]
 
 
 @pytest.mark.parametrize("kind", [Initialised, WithPrecision, AddsBias, OfGraphs])
