@@ -184,7 +184,8 @@ def in_rows(x: Tensor) -> Tensor:
 
 def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y ``[M, N]`` for an x ``[*, K]`` -> ``[*, N]``."""
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+    # no view, so that the result may be changed in place
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))  # type: ignore[no-any-return]
 
 
 def refuse_double_backward() -> None:

@@ -138,10 +138,12 @@ def test_packages_built_on_lightning() -> None:
     for row in rows:
         if row["variant"] == "fp8-delayed":
             assert row["difference_with_scales"] == 0
-            assert (row["difference"] == 0) == (row["case"] not in ("neuralforecast", "scvi-tools"))
+            weights_alone = row["case"].startswith(("neuralforecast", "scvi-tools", "torch_geometric"))
+            assert (row["difference"] > 0) == weights_alone
         else:
             assert row["difference"] == 0
-        assert row["command"] == f"python -m benchmarks.packages build/packages --out {file}"
+        assert row["command"].startswith("python -m benchmarks.packages build/packages ")
+        assert row["command"].endswith(f"--out {file}")
         assert row["command"] in commands_of(page)
         assert row["threads"] == 1
         assert "dirty" not in row["commit"]

@@ -196,3 +196,15 @@ def test_moves_and_casts_of_the_model_keep_the_state_in_fp32() -> None:
     assert state.scale.dtype == torch.float32
     assert torch.equal(state.scale, scale)
     assert model(torch.randn(4, 16, dtype=torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 3, 16)])
+def test_outputs_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    # as Falcon adds its residual
+    model, x = convert(nn.Sequential(nn.Linear(16, 16))), torch.randn(shape)
+    expected = model(x) + x
+    y = model(x)
+    y += x
+    assert torch.equal(y, expected)
+    gradients = [torch.autograd.grad(one.square().sum(), list(model.parameters())) for one in (y, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
