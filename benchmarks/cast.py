@@ -98,8 +98,9 @@ def cases_in_blocks(device: torch.device) -> list[Case]:
     if device.type != "cuda":
         return [cast_in_blocks(200, 136, *kind) for kind in itertools.product((False, True), repeat=2)]
     shapes = ((8192, 8192), (8192, 4096), (2048, 1024))
-    weights = [cast_in_blocks(8192, 8192, True, mx) for mx in (False, True)]
-    return [*(cast_in_blocks(*shape, False, mx) for mx in (False, True) for shape in shapes), *weights]
+    in_mx = (cast_in_blocks(*shape, False, True) for shape in (shapes[0], shapes[-1]))
+    weights = (cast_in_blocks(8192, 8192, True, mx) for mx in (False, True))
+    return [*(cast_in_blocks(*shape) for shape in shapes), *in_mx, *weights]
 
 
 def _casts(

@@ -114,7 +114,7 @@ SERVED = {
     "weights of 1B": ("weights_kernel", (GPU, False)),
     "update_scales": ("update_kernel", (GPU,)),
     "8192x8192 bf16->e4m3 in 1x128": ("block_cast_kernel", (GPU, torch.bfloat16, False)),
-    "8192x4096 bf16->e4m3 in MX": ("block_cast_kernel", (GPU, torch.bfloat16, True)),
+    "2048x1024 bf16->e4m3 in MX": ("block_cast_kernel", (GPU, torch.bfloat16, True)),
     "in 128x128": ("weights_kernel", (GPU, True, False)),
     "in MX, a weight": ("weights_kernel", (GPU, False, True)),
 }
