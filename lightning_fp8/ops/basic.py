@@ -118,7 +118,8 @@ def cast_operand(
     layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.current.blocks:
         rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
-        return Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
+        operand = Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
+        return cuda.as_multiplied(operand) if slot.current.blocks == "power of 2" else operand
     is_on_gpu = x.is_cuda or library.cuda_on_cpu
     run = cast if watched else cast.cuda if is_on_gpu else cast.cpu
     if is_on_gpu and needs_transposed_payload(x.device, (x.shape[0], activated_width(x.shape[1], activation))):
@@ -139,7 +140,8 @@ def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Oper
     else:
         rows, columns, scale_inv, columns_scale_inv = cast_weight_blocks(weight, slot, layout)
         columns_scale_inv = columns_scale_inv if slot.current.in_e8m0 else scale_inv.t()
-    return Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, columns_scale_inv, slot.format)
+    operand = Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, columns_scale_inv, slot.format)
+    return cuda.as_multiplied(operand) if slot.current.blocks == "power of 2" else operand
 
 
 def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, record_amax, scale_of_current
+from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
@@ -196,6 +196,16 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     """``[rows, columns]`` -> ``[rows, ceil(columns/size), size]``, the last block of a row padded with zeros."""
     blocks = -(-x.shape[1] // size)
     return F.pad(x, (0, blocks * size - x.shape[1])).unflatten(1, (blocks, size))
+
+
+def in_tiles(scale_inv: Tensor, payload: Tensor) -> Tensor:
+    """Scales of blocks of 128, powers of two in fp32, as those of blocks of 32 in E8M0: the same scale of each element.
+
+    scale_inv ``[M or ceil(M/128), ceil(K/128)]`` -> ``[*] uint8``, in the order of
+    :func:`lightning_fp8.ops.e8m0.to_tiles`. Every power of two that such a cast may choose has a code.
+    """
+    codes = e8m0.codes_of_powers(per_row(scale_inv, len(payload)))
+    return e8m0.to_tiles(codes.repeat_interleave(BLOCK // e8m0.BLOCK, 1))
 
 
 def scale_to_count(scale_inv: Tensor, x: Tensor) -> Tensor:

@@ -84,6 +84,12 @@ def from_tiles(tiles: Tensor, rows: int, blocks: int) -> Tensor:
     return codes.flatten(0, 2).flatten(1)[:rows, :blocks]
 
 
+def codes_of_powers(values: Tensor) -> Tensor:
+    """The codes of ``[*] float32`` that are powers of two of at least ``2**-127``; 0, to which a device may flush the
+    smallest of them, is taken for that."""
+    return (values.view(torch.int32) >> 23).to(torch.uint8)
+
+
 def squares_to_tiles(codes: Tensor) -> Tensor:
     """:func:`to_tiles` of squares ``[ceil(rows/32), blocks]``, each of whose codes is that of 32 rows."""
     return to_tiles(codes.repeat_interleave(BLOCK, 0))

@@ -17,7 +17,7 @@ from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.cuda.gemm import scaled_mm
 from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, update_kernel, weights_kernel
-from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
+from lightning_fp8.ops.cuda.layouts import multiplies_as_mx, needs_transposed_payload
 from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.ops.operand import (
     ALIGNMENT,
@@ -114,6 +114,8 @@ def cast_weights(
         views.append((made[0].t() if kept is None else made[1]) if is_view else None)
         payloads.append((made[0], nothing(weight, torch.uint8)) if is_view else made)
     operands = _cast_weights(kernel, weights, slots, payloads)
+    if slots[0].current.blocks == "power of 2":
+        operands = [*map(as_multiplied, operands)]
     pairs = zip(operands, views, strict=True)
     return [one if view is None else one._replace(by_columns=view) for one, view in pairs]
 
@@ -140,6 +142,18 @@ def _cast_weights(
     return operands
 
 
+def as_multiplied(operand: Fp8Operand) -> Fp8Operand:
+    """An operand whose blocks have powers of two, with the scales that products take here: those of MX, or its own."""
+    if not multiplies_as_mx(operand.by_rows.device):
+        return operand
+    # one of the payloads may be empty
+    rows, columns = (
+        blocks.in_tiles(scale, payload) if payload.dim() == 2 else scale
+        for payload, scale in zip(operand[:2], operand[2:4], strict=True)
+    )
+    return operand._replace(scale_inv=rows, columns_scale_inv=columns)
+
+
 def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     """``max|w|`` of many weights on one device, ``[count] float32``; in one launch if there is a kernel for it."""
     kernel = weights_kernel(weights[0].device, False) if on_gpu(weights[0]) else None
@@ -155,7 +169,11 @@ def cast_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`lightning_fp8.ops.cuda.plain.cast_gradient`; in blocks where the slot is."""
     if slot.current.blocks:
-        return _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
+        cast = _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
+        if slot.current.blocks != "power of 2":
+            return cast
+        made = as_multiplied(Fp8Operand(cast[0], cast[1], cast[2], cast[3], slot.format))
+        return made.by_rows, made.by_columns, made.scale_inv, made.columns_scale_inv, cast[4]
     if layout != "rows" and not needs_transposed_payload(dy.device, (dy if h is None else h).shape):
         return _with_view(cast_gradient(dy, h, activation, slot, "rows", bias))
     kernel = cast_kernel(dy.device, dy.dtype, slot.format, activation, h is not None) if dy.numel() else None

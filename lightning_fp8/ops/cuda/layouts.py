@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops import library
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import ALIGNMENT
@@ -41,6 +42,16 @@ def needs_transposed_payload(device: torch.device, shape: Sequence[int], in_bloc
 def takes_every_layout(device: torch.device) -> bool:
     """Whether products of operands with one scale each take all four layouts, according to a probe; run once."""
     return _passes(device)
+
+
+# dynamo calls this instead of tracing it: it asks the driver
+@torch.compiler.assume_constant_result
+def multiplies_as_mx(device: torch.device) -> bool:
+    """Whether operands in blocks, with scales in powers of two, run as MX: where it is the only product of blocks."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (10, 0) and not configurations(capability, True)
 
 
 def as_taken(payload: Tensor) -> Tensor:

@@ -254,10 +254,12 @@ def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:
 def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
     """RuntimeError unless cuBLASLt multiplies operands in blocks on such a GPU with this CUDA version of torch."""
     if not _has_blocks(capability, cuda):
+        of_powers = "BlockScaling(power_of_2_scales=True), which runs as MX, 'fp8-mx' or 'fp8-current'"
+        instead = of_powers if capability[0] in (10, 11) else "precision='fp8-current'"
         raise RuntimeError(
             "fp8-block has no kernel here: lightning_fp8's need CuPy and a GPU of compute capability 8.9, 9.0 or 12.x,"
             " cuBLASLt's a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
-            f" {capability[0]}.{capability[1]} and CUDA {cuda}. Use precision='fp8-current' here."
+            f" {capability[0]}.{capability[1]} and CUDA {cuda}. Use {instead} here."
         )
 
 

@@ -1,0 +1,155 @@
+"""``fp8-block`` with scales in powers of two where MX is the only product of blocks: the same scale of each element."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import strict_scaled_mm
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import BlockScaling, convert, ops
+from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops.amaxes import by_element
+from lightning_fp8.ops.cuda import layouts, plain
+from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, WeightSlot, with_scale
+from lightning_fp8.scaling.recipe import Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
+POWERS = CurrentScale(blocks="power of 2")
+POWERS_OF_2 = BlockScaling(power_of_2_scales=True)
+# the largest relative difference of sums in fp32, in another order, to the sum of the terms' absolute values
+ORDER = 2.0**-18
+
+
+@pytest.fixture
+def as_mx(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """A GPU without another product of blocks."""
+    monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
+    for module in ("layouts", "dispatch"):
+        monkeypatch.setattr(f"lightning_fp8.ops.cuda.{module}.multiplies_as_mx", lambda device: True)
+    monkeypatch.setattr(plain, "scaled_mm_mx", plain.product_of_mx)
+    return cuda_half
+
+
+def spread(rows: int, columns: int, exponents: tuple[int, int] = (-6, 6)) -> Tensor:
+    """Values of blocks of many magnitudes; one block of zeros."""
+    generator = torch.Generator().manual_seed(rows)
+    powers = torch.randint(*exponents, (-(-rows // 16), -(-columns // 128)), generator=generator)
+    magnitudes = torch.exp2(powers.float()).repeat_interleave(16, 0).repeat_interleave(128, 1)[:rows, :columns]
+    values = torch.randn(rows, columns, generator=generator).clamp(-3.9, 3.9) * magnitudes
+    values[:128, :128] = 0
+    return values
+
+
+@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 640), (133, 171), (40, 20), (300, 1000)])
+def test_each_element_has_the_same_scale(rows: int, columns: int, weight: bool) -> None:
+    # from the least to the largest that fp32 holds
+    x = spread(rows, columns, (-148, 126))
+    x[-1, -1] = float("inf")
+    if weight:
+        made = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, POWERS), "both")
+        scales = made[2], made[2].t()
+    else:
+        made = blocks.cast(x, with_scale(torch.ones(()), "e4m3")._replace(current=POWERS), "both")
+        scales = made[2:]
+    for payload, scale_inv in zip(made[:2], scales, strict=True):
+        tiles = blocks.in_tiles(scale_inv, payload)
+        assert (tiles.dtype, tiles.dim()) == (torch.uint8, 1)
+        k = min(payload.shape[1], 128 * scale_inv.shape[1])
+        codes = payload[:, :k]
+        expected = by_element(scale_inv, codes).expand(codes.shape)
+        assert torch.equal(by_element(tiles, codes), expected)
+        # also that of a block that is not finite, and the least, which has the code 0
+        assert 1.0 in expected
+        assert 2.0**-127 in expected or rows <= 128
+
+
+def step(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, model.weight.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 256, 384), (77, 200, 330), (16, 32, 48), (1, 17, 150)])
+def test_a_step_is_that_of_blocks(
+    m: int,
+    n: int,
+    k: int,
+    cuda_half: Counter[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = convert(nn.Linear(k, n, bias=False), POWERS_OF_2)
+    with torch.no_grad():
+        model.weight.copy_(spread(n, k))
+    twin, x, dy = copy.deepcopy(model), spread(m, k), spread(m, n)
+    expected = step(model, x, dy)
+    cuda_half.clear()
+    request.getfixturevalue("as_mx")
+    # the product of values, which takes any scales
+    monkeypatch.delattr(plain, "scaled_mm_dequantized")
+    found = step(twin, x, dy)
+    # the casts of x, of the weight, and of dy
+    assert sum(cuda_half.values()) == 3
+    weight = twin.weight.detach()
+    sizes = [x.abs() @ weight.abs().t(), dy.abs() @ weight.abs(), dy.abs().t() @ x.abs()]
+    for one, other, size in zip(found, expected, sizes, strict=True):
+        # values are within 2**-4 of their codes
+        assert ((one - other).abs() <= ORDER * 1.2 * size).all()
+
+
+def test_both_payloads_of_a_kept_weight_are_in_mx(as_mx: Counter[str]) -> None:
+    model = convert(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256)), POWERS_OF_2)
+    for _ in range(2):
+        model(torch.randn(32, 256)).sum().backward()
+        model.zero_grad()
+    for layer in model:
+        operand = layer.fp8[""].weight_cast._cast
+        single = ops.cast_weight_operand(layer.weight.detach(), layer.fp8[""].slots["weight", False], True)
+        for at in (2, 3):
+            assert operand[at].dtype == torch.uint8
+            assert torch.equal(operand[at], single[at])
+
+
+def test_a_compiled_step(as_mx: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = convert(nn.Linear(200, 144, bias=False), POWERS_OF_2)
+    x, dy = spread(50, 200), torch.randn(50, 144)
+    expected = step(model, x, dy)
+    model.weight.grad = None
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert all(map(torch.equal, step(model, x, dy), expected))
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((8, 9), 0), ((9, 0), 0), ((10, 0), 1), ((11, 0), 1), ((12, 0), 0)])
+def test_where_it_runs(capability: tuple[int, int], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert layouts.multiplies_as_mx(torch.device("cuda", 0)) == runs
+    if runs:
+        # scales in fp32 are refused by name
+        with pytest.raises(RuntimeError, match=r"fp8-block has no kernel here.*BlockScaling\(power_of_2_scales=True\)"):
+            plain.check_blocks(capability, "13.0")
+
+
+@pytest.mark.usefixtures("as_mx")
+@pytest.mark.parametrize("recipe", [BlockScaling(), POWERS_OF_2])
+def test_scales_in_fp32_do_not_run_as_mx(recipe: Recipe) -> None:
+    slot = with_scale(torch.ones(()), "e4m3")._replace(current=recipe.current)
+    x = ops.cast_operand(torch.randn(48, 256), slot, "none", True)
+    expected = torch.uint8 if recipe == POWERS_OF_2 else torch.float32
+    assert x.scale_inv.dtype == x.columns_scale_inv.dtype == expected
+    # with a weight that came with scales in fp32, values are multiplied
+    codes = torch.randint(0, 126, (64, 256), dtype=torch.uint8)
+    other = Fp8Tensor(codes, torch.rand(1, 2) + 0.5, "e4m3")
+    if recipe == POWERS_OF_2:
+        out = ops.scaled_mm(Fp8Tensor(x.by_rows, x.scale_inv, "e4m3"), other, None, torch.float32, False)
+        a = Fp8Tensor(x.by_rows, x.scale_inv, "e4m3")
+        torch.testing.assert_close(out, reference.scaled_mm_dequantized(a, other, None, torch.float32))
