@@ -107,6 +107,25 @@ def test_a_load_is_a_change_for_the_histories(kind: str) -> None:
     assert not scaling_state(model).has_scales
 
 
+@pytest.mark.usefixtures("cuda_half")
+def test_columns_of_codes_that_were_replaced_are_made_again() -> None:
+    model = model_of("tensor", torch.float32)
+    weight, found = model[0].weight, []
+    for codes in (weight.payload.clone(), weight.payload.roll(1, 1)):
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(in_numpy(codes, weight.scale_inv)))
+        fresh = model_of("tensor", torch.float32)
+        fresh[0].weight = from_codes(codes, weight.scale_inv, torch.float32, "0")
+        for one in (model, fresh):
+            x = X.detach().clone().requires_grad_()
+            one(x).square().sum().backward()
+            found.append(x.grad)
+    assert weight.payload_t is not None
+    assert same(found[0], found[1])
+    assert same(found[2], found[3])
+    assert not same(found[1], found[3])
+
+
 def test_histories_stay_when_masters_are_freed() -> None:
     model = nn.Sequential(nn.Linear(200, 300).requires_grad_(False), nn.Linear(300, 16))
     convert(model)
