@@ -278,7 +278,7 @@ def test_all_blocks_share_their_graphs() -> None:
     for kind in (Shared, Separate):
         torch._dynamo.reset()
         model = convert(nn.Sequential(*[kind() for _ in range(4)]))
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = CompileCounterWithBackend("eager")
         for block in model:
             block.compile(fullgraph=True, backend=counter)
         train(model, steps=2)
