@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -149,47 +148,12 @@ def test_torchs_product_in_blocks_is_timed_without_copies(kind: str) -> None:
     assert copied == {}
 
 
-CONFIGURATION = Configuration("gemm_sm90", 128, 128, 6)
-BF16, FP32 = torch.bfloat16, torch.float32
-SERVED = {
-    "fprop": (FPROP, 1, [("choose", False, BF16), ("gemm", "e4m3", BF16, False)]),
-    "wgrad in parts": (WGRAD, 3, [("choose", True, FP32), ("gemm", "e5m2", FP32, True), ("sum", FP32)]),
-    "dgrad in parts": (DGRAD, 2, [("choose", True, BF16), ("gemm", "e5m2", FP32, True), ("sum", BF16)]),
-    "fprop in blocks": (
-        Gemm("fprop", 64, 48, 32, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", BF16, True, 128)],
-    ),
-    "wgrad in blocks": (Gemm("wgrad", 48, 32, 64, True), 1, [("choose_in_blocks",), ("gemm", "e4m3", FP32, True, 1)]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("missing", ["", "choose", "gemm", "sum"])
-@pytest.mark.parametrize("served", SERVED)
-def test_what_counts_as_served(served: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, splits, expected = SERVED[served]
-    asked: list[tuple[Any, ...]] = []
-
-    def choosing(name: str) -> Callable[..., gemm_choice.Choice]:
-        def choose(device: Any, word: str, m: int, n: int, k: int, *rest: Any) -> gemm_choice.Choice:
-            assert (device, word, m, n, k) == (GPU, "rawkernel", case.m, case.n, case.k)
-            asked.append((name, *rest))
-            return gemm_choice.Choice(None if missing == "choose" else CONFIGURATION, splits)
-
-        return choose
-
-    def gemm_kernel(device: Any, configuration: Configuration, a_format: str, b_format: str, *rest: Any) -> Any:
-        assert (device, configuration, b_format) == (GPU, CONFIGURATION, "e4m3")
-        asked.append(("gemm", a_format, *rest))
-        return None if missing == "gemm" else "a kernel"
-
-    def sum_splits_kernel(device: Any, output: torch.dtype) -> Any:
-        asked.append(("sum", output))
-        return None if missing == "sum" else "a kernel"
-
+@pytest.mark.parametrize("missing", ["", "choice", "gemm_kernel", "sum_splits_kernel"])
+def test_a_product_is_ours_only_with_all_its_kernels(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gemm_choice.Choice(None if missing == "choice" else Configuration("gemm_sm90", 128, 128, 6), 3)
     for name in ("choose", "choose_in_blocks"):
-        monkeypatch.setattr(gemm_choice, name, choosing(name))
-    monkeypatch.setattr(kernels, "gemm_kernel", gemm_kernel)
-    monkeypatch.setattr(kernels, "sum_splits_kernel", sum_splits_kernel)
-    is_missing = missing in [what.removesuffix("_in_blocks") for what, *_ in expected]
-    assert case.is_served(GPU) is not is_missing
-    # no further kernel is requested after the missing one
-    assert asked == expected[: {"choose": 1, "gemm": 2}.get(missing)]
+        monkeypatch.setattr(gemm_choice, name, lambda *_: chosen)
+    for name in ("gemm_kernel", "sum_splits_kernel"):
+        monkeypatch.setattr(kernels, name, lambda *_, name=name: None if missing == name else "a kernel")
+    for case in (WGRAD, Gemm("fprop", 64, 48, 32, in_blocks=True)):
+        assert case.is_served(GPU) is (not missing)

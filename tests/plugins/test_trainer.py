@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.precision import Precision
 from lit import Regression, by_hand, loader, long_window, make_trainer, same, seeded, warned
-from processes import run_script
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, fall_back, scaling_state, unconvert
@@ -214,32 +214,16 @@ def test_after_unregister_nothing_is_said_even_by_a_trainer_of_before(tmp_path: 
         register()
 
 
-SCRIPT = """
-import os, warnings
-from lit import Regression, loader, make_trainer, seeded
-from lightning_fp8 import convert
-import torch
+def test_of_several_processes_the_first_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Configured(Regression):
+        def configure_model(self) -> None:
+            convert(self)
 
-
-class Configured(Regression):
-    def configure_model(self):
-        convert(self)
-
-
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    make_trainer({path!r}, precision="32-true", strategy="ddp", devices=2).fit(seeded(Configured), loader())
-said = [str(warning.message) for warning in caught if "leaves in FP8" in str(warning.message)]
-torch.save(said, {path!r} + f"/rank{{os.environ['RANK']}}.pt")
-"""
-
-
-@pytest.mark.slow
-def test_of_several_processes_the_first_says_it(tmp_path: Path) -> None:
-    run_script(SCRIPT.format(path=str(tmp_path)), tmp_path)
-    (message,), none = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
-    assert "Configured has 2 converted layers" in message
-    assert none == []
+    for rank, messages in ((0, 1), (1, 0)):
+        trainer = of_another("32-true", tmp_path)
+        monkeypatch.setattr(rank_zero_only, "rank", rank)
+        said = warned("Trainer", lambda trainer=trainer: trainer.fit(seeded(Configured), loader()))
+        assert ["Configured has 2 converted layers" in one for one in said] == [True] * messages
 
 
 class Fails(Regression):
