@@ -148,11 +148,7 @@ def test_bytes_and_names_of_the_cases_for_a_gpu() -> None:
     assert found["cast_weights fp32->e4m3, 64 weights of 1B"] == 10 * 805306368
     # 1002 tensors of 4 * 4 bytes, of which 668 have 1024 entries, read and written
     assert found["update_scales 1000 tensors, history 1024"] == 668 * 1024 * 8 + 1002 * 16
-    assert [name.split()[0] for name in found if name.endswith("e4m3 cast_transpose")] == [
-        *("1024x1024", "2048x2048", "4096x4096", "8192x8192", "16384x16384", "8200x8192"),
-        *("8192x2048", "8192x4096", "8192x14336"),
-    ]
-    assert len(found) == len(cast.cases(GPU)) == 18
+    assert len(found) == len(cast.cases(GPU))
     in_blocks = {case.name: case.bytes for case in cast.cases_in_blocks(GPU)}
     # bf16 in, two payloads out, with a scale for each 128 of both, or for each square
     assert in_blocks["cast 2048x1024 bf16->e4m3 in 1x128"] == 4 * 2**21 + 2 * 4 * 2**21 // 128

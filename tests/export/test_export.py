@@ -166,15 +166,6 @@ def test_llama_as_vllm_reads_it(tmp_path: Path) -> None:
     assert metadata_of(tmp_path)["format"] == "pt"
 
 
-def test_gpt2_keeps_its_layout(tmp_path: Path) -> None:
-    wrapped, batch = made("gpt2")
-    export(trained(wrapped.net, lambda model: model(**batch).logits), tmp_path)
-    assert tensors_of(tmp_path)["transformer.h.0.mlp.c_fc.weight"].shape == (32, 128)
-    assert "transformer.h.0.mlp.c_fc.weight" in in_fp8(tmp_path)
-    assert "lm_head.weight" not in tensors_of(tmp_path)
-    assert quantization(tmp_path)["ignored_layers"] == ["lm_head"]
-
-
 def test_wrappers_do_not_show_in_names(tmp_path: Path) -> None:
     plain = trained(small_mlp(), on(8, 32))
     export(plain, tmp_path / "plain")

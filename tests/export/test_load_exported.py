@@ -310,16 +310,6 @@ def test_part_of_a_model_that_was_converted_as_a_whole(tmp_path: Path) -> None:
     same_outputs(model[0], whole[0], run)
 
 
-def test_on_the_device_path(tmp_path: Path, cuda_half: Any) -> None:
-    """The casts of the CUDA half, whose sources run on the CPU here, write the same codes."""
-    run = on(32, 32)
-    model = trained(small_mlp(), run)
-    export(model, tmp_path)
-    loaded = load_exported(small_mlp(), tmp_path)
-    with torch.no_grad():
-        assert torch.equal(run(model.eval()), run(loaded))
-
-
 # files of other programs: without our metadata
 
 

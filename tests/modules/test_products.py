@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from moved import to_bf16
 from pairwise import pairwise
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -108,25 +107,6 @@ def test_compiled(in_bf16: tuple[str, ...], kind: str) -> None:
 @pytest.mark.parametrize(("in_bf16", "kind", "reentrant"), pairwise(CHOICES, [*RECIPES], [False, True]))
 def test_recomputed(in_bf16: tuple[str, ...], kind: str, reentrant: bool) -> None:
     check_layer(in_bf16, True, kind, lambda model: lambda x: checkpoint(model, x, use_reentrant=reentrant))
-
-
-def test_the_eighth_combination_leaves_the_layer_plain() -> None:
-    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.Linear(OUTPUTS, OUTPUTS))
-    convert(model, overrides={"0": dict.fromkeys(PRODUCTS, "bf16")})
-    assert type(model[0]) is nn.Linear
-    fallen = convert(nn.Linear(INPUTS, OUTPUTS))
-    fallen.load_state_dict(model[0].state_dict())
-    to_bf16(scaling_state(fallen), "")
-    results = [step_of_plain(one) for one in (model[0], fallen)]
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def step_of_plain(model: nn.Module) -> Step:
-    x, dy = batch(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    y.backward(dy)
-    return (y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()))  # type: ignore[return-value]
 
 
 def test_without_autocast_the_dtype_is_that_of_the_input() -> None:

@@ -142,13 +142,6 @@ def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) ->
         assert {*named.rstrip(".").split(" and ")} == {f"`{taker}`" for taker in takers}
 
 
-def test_other_wrong_calls_stay_pythons() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'margins'"):
-        Bf16MixedPrecision(margins=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="positional argument"):
-        Fp8Precision(DelayedScaling(), ["head"])  # type: ignore[misc]
-
-
 class Mine(Fp8Precision):
     """A user's plugin with its own argument, which has the name of an argument of one of ours."""
 
