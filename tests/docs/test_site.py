@@ -15,7 +15,7 @@ from repository import ROOT
 sys.path.insert(0, str(ROOT / "docs"))
 
 from docstrings import as_markdown, wrong_in_api
-from hooks import OUTSIDE, on_page_markdown, on_post_page
+from hooks import on_page_markdown, on_post_page
 from screenshots import IMAGES, PICTURES
 
 API = (ROOT / "docs" / "api.md").read_text()
@@ -49,13 +49,6 @@ def test_docstrings_become_markdown() -> None:
 
 def page(path: str) -> SimpleNamespace:
     return SimpleNamespace(file=SimpleNamespace(src_uri=path))
-
-
-def test_nested_lists_are_indented_by_four_spaces() -> None:
-    """With fewer, mkdocs shows their items in the outer list."""
-    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / path for path in OUTSIDE)]
-    shallow = [(page.name, item) for page in pages for item in re.findall(r"^ {1,3}[-*] .*", page.read_text(), re.M)]
-    assert shallow == []
 
 
 def test_the_site_has_no_badges() -> None:

@@ -290,6 +290,14 @@ def test_a_weight_tied_to_a_kept_module(precision: Any) -> None:
     assert model["head"].weight.grad.dtype == torch.float32
 
 
+def test_compute_dtype_fp32() -> None:
+    plugin = Fp8Precision(compute_dtype="float32", ignore_modules=("1",))
+    model = plugin.convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)))
+    with plugin.forward_context():
+        assert model(torch.randn(2, 16, dtype=torch.bfloat16)).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+
+
 def test_weights_that_are_no_parameters() -> None:
     """Plain tensors as weights, as under FSDP with flat parameters, or with a parametrization."""
     plugin = Bf16TruePrecision()

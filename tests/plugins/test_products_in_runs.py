@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lit import Regression, loader, make_trainer, seeded
+from lit import loader, make_trainer, seeded
 from small_models import small_mlp
 from stacked_blocks import Blocks, products
-from torch import nn
 
 from lightning_fp8 import (
     Fp8Precision,
@@ -25,21 +24,13 @@ from lightning_fp8 import (
 from lightning_fp8.plugins.fabric import FabricPrecision
 
 
-class Deep(Regression):
-    """A model with blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(Blocks(3, 2), nn.Linear(16, 16))
-
-
 def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> None:
     plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}}, bf16_blocks=(1, 0))
     other = FabricPrecision(plugin)
-    model = other.convert_module(Deep())
+    model = other.convert_module(Blocks(3, 2))
     # without the arguments, a plugin leaves a converted model unchanged
     found = products(model)
-    assert found["net.0.blocks.1.down"] == "w"
+    assert found["blocks.1.down"] == "w"
     Fp8Precision().convert_module(model)
     assert products(model) == found
     Fp8Precision(overrides={}).convert_module(model)
