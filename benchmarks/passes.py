@@ -212,11 +212,11 @@ class Counted:
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
         self.now["written"] += sum(one.y.nbytes + one.y_t.nbytes for one in results)
 
-    def _weight_table(self, weights: list[casts.Weight], squares: bool = False) -> None:
+    def _weight_table(self, weights: list[casts.Weight], squares: bool = False, mx: bool = False) -> None:
         for x, _, y, y_t in weights:
             # a table without outputs only measures the amaxes of weights
             self.now["weights"] += y is not None
-            self.now["read"] += x.nbytes * (1 if y is None or squares else 2)
+            self.now["read"] += x.nbytes * (1 if y is None or squares or mx else 2)
             self.now["written"] += sum(tensor.nbytes for tensor in (y, y_t) if tensor is not None)
 
 
