@@ -32,7 +32,7 @@ from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.scaling.recipe import Recipe
 
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
-STEPS, RATE = 20, 5e-3
+STEPS, RATE = 50, 2e-3
 # sequences that can be learned: each token follows from the one before it
 TOKENS = (torch.arange(16) * 7 + torch.arange(4 * STEPS)[:, None] * 5) % 96
 ADAPTED = ["q_proj", "v_proj", "gate_proj", "down_proj"]
@@ -186,7 +186,7 @@ def expected(bases: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.mark.parametrize(("loop", "kind", "recipe"), RUNS)
-def test_losses_are_those_of_the_dequantized_base(
+def test_losses_of_fifty_steps(
     loop: str, kind: str, recipe: str, bases: Any, expected: dict[str, list[float]], tmp_path: Path
 ) -> None:
     model = on_base(bases[kind][0], RECIPES[recipe])
@@ -195,9 +195,9 @@ def test_losses_are_those_of_the_dequantized_base(
     reference = torch.tensor(expected[kind])
     assert len(losses) == STEPS
     assert losses[-5:].mean() < 0.6 * losses[0]
-    # a single step of such a small model differs by up to 2.6% in either direction
+    # a single step of such a small model differs by up to 1.8% in either direction
     assert losses.mean() == pytest.approx(reference.mean().item(), rel=0.005)
-    assert ((losses - reference).abs() < 0.04 * reference).all()
+    assert ((losses - reference).abs() < 0.025 * reference).all()
     for name, weight in frozen_weights(model).items():
         assert torch.equal(weight.payload, before[name][0])
         assert torch.equal(weight.scale_inv, before[name][1])
