@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_fp8.conversion.plan import converted, state_of
+from lightning_fp8.scaling.optimizer_steps import watch_optimizers_for
 from lightning_fp8.scaling.saved import load_entries
 from lightning_fp8.scaling.state import ScalingState
 
 
-class _Kept(NamedTuple):
-    entries: Mapping[str, Any]
-    # of each weight that they belong to, by its id
-    versions: dict[int, int | None]
-    # held so that no other weight can get the same id
-    weights: list[Tensor]
+class _Kept:
+    """Scales of a plain model; those of weights that an optimizer has changed are nobody's any more."""
+
+    def __init__(self, entries: Mapping[str, Any], model: nn.Module) -> None:
+        self.entries = entries
+        self.versions = _versions(model)
+        # held so that no other weight can get the same id
+        self._weights = [*model.parameters()]
+        # fused optimizers change weights without a new version
+        watch_optimizers_for(self)
+
+    def sources(self) -> Iterator[Tensor]:
+        return iter(self._weights)
+
+    def on_step_begins(self) -> None:
+        """Nothing: the step decides when it is done."""
+
+    def on_step_ends(self, optimizer: int, weights: AbstractSet[int]) -> None:
+        self.entries = {}
 
 
 # not an attribute: a plain model stays plain, and its pickles need no lightning_fp8
@@ -44,8 +57,7 @@ def keep_scales(model: nn.Module, entries: Mapping[str, Any], strict: bool = Fal
     if layers:
         load_entries(state_of(model, layers), entries, strict)
     else:
-        _watch_steps()
-        _kept[model] = _Kept(entries, _versions(model), [*model.parameters()])
+        _kept[model] = _Kept(entries, model)
 
 
 def load_kept_scales(state: ScalingState, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -56,24 +68,10 @@ def load_kept_scales(state: ScalingState, modules: Sequence[tuple[str, nn.Module
     """
     for path, module in modules:
         kept = _kept.pop(module, None)
-        if kept is not None and kept.versions.items() <= _versions(module).items():
+        if kept is not None and kept.entries and kept.versions.items() <= _versions(module).items():
             prefix = f"{path}." if path else ""
             load_entries(state, {prefix + name: kept.entries[name] for name in kept.entries}, False, prefix)
 
 
 def _versions(model: nn.Module) -> dict[int, int | None]:
     return {id(weight): None if weight.is_inference() else weight._version for weight in model.parameters()}
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    # fused optimizers change weights without a new version
-    if _kept:
-        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-        for model, kept in list(_kept.items()):
-            if not stepped.isdisjoint(kept.versions):
-                del _kept[model]
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_post_hook(_after_step)

@@ -177,7 +177,11 @@ def test_load_from_checkpoint_brings_the_scales(tmp_path: Path) -> None:
 def every_callback() -> list[Any]:
     often = ("QuantizationProbe", "ScaleFactorLogger", "ScaleWatchdog")
     every: dict[str, dict[str, Any]] = {name: {"every_n_steps": 1} for name in often}
-    given = {**every, "Fp8ThroughputMonitor": {"batch_size_fn": len, "window_size": 2}}
+    given = {
+        **every,
+        "Fp8ThroughputMonitor": {"batch_size_fn": len, "window_size": 2},
+        "PrecisionSchedule": {"schedule": {2: "bf16"}},
+    }
     return [getattr(callbacks, name)(**given.get(name, {})) for name in callbacks.__all__]
 
 
@@ -197,7 +201,7 @@ def logged(kind: Any, folder: Path) -> dict[str, list[str]]:
 def test_every_callback_logs_the_same(tmp_path: Path) -> None:
     theirs, ours = logged(Mirrored, tmp_path / "mirror"), logged(Regression, tmp_path / "lightning")
     assert theirs.keys() == ours.keys()
-    for start in ("fp8/watchdog/", "fp8/input/", "fp8/net.", "train/samples"):
+    for start in ("fp8/watchdog/", "fp8/input/", "fp8/net.", "fp8/schedule", "train/samples"):
         assert any(name.startswith(start) for name in theirs), start
     numbers = [name for name in theirs if name.startswith(("fp8/", "train/samples"))]
     assert {name: theirs[name] for name in numbers} == {name: ours[name] for name in numbers}

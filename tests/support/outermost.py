@@ -11,6 +11,7 @@ NO_LAUNCH = {
     "empty_like",
     "empty_strided",
     "view",
+    "_unsafe_view",
     "t",
     "mT",
     "transpose",
