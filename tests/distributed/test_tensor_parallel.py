@@ -77,20 +77,21 @@ for recipe in (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()):
     found["recomputed scale"] = scaling_state(again).scale.clone()
 """
     ranks = run_processes(COMMON + body, tmp_path, device=device)
-    for precision in ("fp8-delayed", "fp8-current", "fp8-block"):
-        check_split([rank[precision] for rank in ranks])
+    for precision in ("fp8-delayed", "fp8-current", "fp8-block", "fp8-mx"):
+        check_split([rank[precision] for rank in ranks], precision == "fp8-mx")
 
 
-def check_split(ranks: list[dict[str, Any]]) -> None:
+def check_split(ranks: list[dict[str, Any]], in_powers_of_two: bool) -> None:
     for rank in ranks:
         assert rank["calls"] == ["Fp8Linear", "GELU", "Fp8Linear", "Fp8Linear"]
         # the first input is bit-identical in both; the last weight is whole
         assert torch.equal(rank["split history"][:, 0], rank["alone history"][:, 0])
         assert torch.allclose(rank["split history"], rank["alone history"], rtol=0.1, atol=1e-8)
         assert torch.equal(rank["split scale"][:6], ranks[0]["split scale"][:6])
-        # each process scales its own part of a weight
-        assert torch.equal(rank["split scale"][6:], rank["casts"])
-        assert torch.equal(rank["alone scale"][6:], rank["whole casts"])
+        # each process scales its own part of a weight; the state has the smallest scale of its blocks
+        for kind, expected in (("split", rank["casts"]), ("alone", rank["whole casts"])):
+            expected = torch.exp2(expected.log2().floor()) if in_powers_of_two else expected
+            assert torch.equal(rank[f"{kind} scale"][6:], expected)
     assert not torch.equal(ranks[0]["casts"], ranks[1]["casts"])
     for rank in ranks:
         # partial sums are rounded to bf16 before they are added, so later casts differ by a code here and there
