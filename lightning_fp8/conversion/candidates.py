@@ -18,7 +18,7 @@ from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module, fp8_class
 from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.experts import Fp8Experts, find_routers, is_experts, reason_against_experts
+from lightning_fp8.modules.experts import Fp8Experts, experts_class, find_routers, is_experts, reason_against_experts
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.linear import Fp8Linear, linear_class
 from lightning_fp8.modules.paths import matches
@@ -124,7 +124,7 @@ def fp8_class_for(layer: nn.Module) -> type[Fp8Module]:
     """The class of this layer in FP8."""
     kind = plain_class(layer)
     if is_experts(layer):
-        return fp8_class(Fp8Experts, kind)
+        return fp8_class(experts_class(layer), kind)
     return _classes().get(kind) or linear_class(kind, is_probed=not inherits_forward(kind))
 
 
@@ -174,7 +174,7 @@ def sizes(layer: nn.Module) -> list[Sizes]:
     """The sizes of a layer's GEMM weights, whether it stores them as ``[N, K]`` or ``[K, N]``."""
     kind = type(layer) if isinstance(layer, Fp8Module) else fp8_class_for(layer)
     return [
-        Sizes(*(weight.shape if kind.weight_is_k_by_n else reversed(weight.shape[-2:])))
+        Sizes(*(weight.shape[-2:] if kind.weight_is_k_by_n else reversed(weight.shape[-2:])))
         for weight in gemm_weights(layer).values()
     ]
 

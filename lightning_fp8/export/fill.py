@@ -152,7 +152,7 @@ def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: lis
     dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
     first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
     if first.k_by_n:
-        codes, scale_inv = codes.t(), scale_inv.t() if scale_inv.dim() else scale_inv
+        codes, scale_inv = codes.mT, scale_inv.mT if scale_inv.dim() > 1 else scale_inv
     made = from_codes(codes, scale_inv, former.dtype, first.weight_name, first.k_by_n, E4M3)
     replace_weight(cast(nn.Module, first.layer), gemms, former, made)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -28,21 +28,26 @@ class Fp8Experts(Fp8Module):
 
         h = x @ gate_up_proj[e]^T;  a, b = h.chunk(2);  y = sum over its experts of r * ((act(a) * b) @ down_proj[e]^T)
 
+    Where the experts have biases, each product adds its own; a gate of the class takes the place of ``act(a) * b``.
+
     An expert without a token records nothing, so its histories and scales stay. The tokens are sorted by expert, and
     each expert multiplies with its own; for that the host reads the token counts, and waits for the device.
 
     Shape:
         gate_up_proj ``[E, 2I, H]``, or up_proj ``[E, I, H]`` where the experts have no gate; down_proj ``[E, H, I]``;
+        their biases ``[E, 2I]``, or ``[E, I]``, and ``[E, H]``;
         hidden_states ``[T, H]`` fp32, bf16 or fp16; top_k_index ``[T, K] int64``; top_k_weights ``[T, K]``;
         result ``[T, H]`` in the dtype of hidden_states. Products are in autocast's dtype where autocast is on.
 
     Raises:
         TypeError: for hidden_states that are not fp32, bf16 or fp16.
-        ValueError: for hidden_states of another width, or an index of an expert that does not exist.
+        ValueError: for hidden_states of another width, a bias of another length, or an index of an expert that does
+            not exist.
         NotImplementedError: for a distributed parameter, and in ``torch.export``.
     """
 
     has_gate: bool
+    has_bias: bool
     has_post_expert_norm: bool
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
@@ -78,14 +83,18 @@ class Fp8Experts(Fp8Module):
             check_whole(self.fp8[f"{name}.0"], stack)
         # one gradient for all experts, not one of the whole parameter for each; those in FP8 only have none
         weights = {name: stack if is_frozen(stack) else stack.unbind() for name, stack in stacks.items()}
+        biases = {name: self._biases(name, len(stack)) for name, stack in stacks.items()}
         first, down = weights
         chosen, by_expert = top_k_index.flatten().sort(stable=True)
         x = hidden_states[by_expert // top_k_index.shape[-1]]
         outputs = []
         for expert, tokens in enumerate(x.split(self._tokens_by_expert(chosen, len(weights[first])))):
             if len(tokens):
-                h = self._product(first, expert, tokens, stacks[first], weights[first][expert])
-                outputs.append(self._product(down, expert, self._activated(h), stacks[down], weights[down][expert]))
+                h = self._product(first, expert, tokens, stacks[first], weights[first][expert], biases[first][expert])
+                h = self._activated(h)
+                outputs.append(
+                    self._product(down, expert, h, stacks[down], weights[down][expert], biases[down][expert])
+                )
         y = torch.cat(outputs) if outputs else x
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
@@ -108,17 +117,35 @@ class Fp8Experts(Fp8Module):
             )
         return [end - begin for begin, end in pairwise(edges)]
 
-    def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor) -> Tensor:
+    def _biases(self, name: str, experts: int) -> Sequence[Tensor | None]:
+        if not self.has_bias:
+            return [None] * experts
+        bias = cast(Tensor, getattr(self, f"{name}_bias"))
+        check_whole(self.fp8[f"{name}.0"], bias)
+        return bias.unbind()
+
+    def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         gemm, record = self.fp8[f"{name}.{expert}"], self.records
         check_input(self, f"input of {name}", x, weight)
-        return fp8_linear(gemm, x, cast_weight(gemm, stack, record, weight), None, record)
+        return fp8_linear(gemm, x, cast_weight(gemm, stack, record, weight), bias, record)
 
     def _activated(self, h: Tensor) -> Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)
 
 
+class Fp8TransposedExperts(Fp8Experts):
+    """Experts whose weights are stored as ``[E, K, N]``, as in gpt-oss and Aria; else like :class:`Fp8Experts`."""
+
+    weight_is_k_by_n = True
+
+
+def experts_class(layer: nn.Module) -> type[Fp8Experts]:
+    """The class that computes the forward of these plain experts in FP8."""
+    return Fp8TransposedExperts if layer.is_transposed else Fp8Experts
+
+
 def stack_names(layer: nn.Module) -> tuple[str, str]:
-    """Names of the two parameters ``[E, N, K]``, in the order of the products."""
+    """Names of the two parameters ``[E, N, K]`` or ``[E, K, N]``, in the order of the products."""
     return "gate_up_proj" if layer.has_gate else "up_proj", "down_proj"
 
 
@@ -132,10 +159,6 @@ def is_experts(layer: nn.Module) -> bool:
 
 def reason_against_experts(layer: nn.Module) -> str | None:
     """Why these plain experts cannot run in FP8; None if they can."""
-    if layer.has_bias or layer.is_transposed:
-        forms = {"biases": layer.has_bias, "weights stored as [E, K, N]": layer.is_transposed}
-        found = " and ".join(form for form, has_it in forms.items() if has_it)
-        return f"experts with {found}; only those with weights [E, N, K] and without biases are converted"
     if layer._is_expert_parallel:
         return "experts that are distributed over processes"
     # the one forward that is known to compute what the flags say

@@ -154,7 +154,7 @@ class Content:
 
     def _as_stored(self, values: Tensor) -> Tensor:
         """``[N, K]`` from the shape of the weight, or the reverse."""
-        return values.t() if self.k_by_n else values
+        return values.mT if self.k_by_n else values
 
     def _n_by_k(self, payload: Tensor | None = None) -> Tensor:
         payload = self.payload if payload is None else payload
@@ -182,7 +182,7 @@ class Fp8Parameter(Tensor):
     def __new__(cls, content: Content, is_parameter: bool = False) -> Fp8Parameter:
         """A tensor with this content; torch treats any tensor marked with ``_is_param`` as a parameter."""
         held = content.payload if content.changed is None else content.changed
-        shape = held.shape[::-1] if content.k_by_n and content.changed is None else held.shape
+        shape = held.mT.shape if content.k_by_n and content.changed is None else held.shape
         weight = Tensor._make_wrapper_subclass(cls, shape, dtype=content.dtype, device=held.device)  # type: ignore[attr-defined]
         weight.content = content
         weight._is_param = is_parameter

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from experts import FORMS, WIDTH, experts, mixtral, token_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers.models.aria.modeling_aria import AriaExperts
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers import DeepseekV3Config, GptOssConfig, GraniteMoeConfig, Qwen3MoeConfig
 
 from lightning_fp8 import convert, describe, export, load_exported, scaling_state
 from lightning_fp8.conversion.coverage import coverage
@@ -55,14 +54,53 @@ def test_describe_names_experts_and_routers() -> None:
     assert not any("layers.0.mlp.experts" in name or ".gate." in name for name in names)
 
 
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt-oss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 16}),
+    "DeepSeek-V3": (
+        DeepseekV3Config,
+        {
+            "n_routed_experts": 4, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
+            "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "num_key_value_heads": 4, "first_k_dense_replace": 1,
+        },
+    ),
+    "Qwen3-MoE": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}),
+    "Granite-MoE": (GraniteMoeConfig, {"num_local_experts": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_all_matrices_but_embeddings_and_routers_run_in_fp8(form: str) -> None:
+    torch.manual_seed(3)
+    kind, sizes = MODELS[form]
+    common = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+    }  # fmt: skip
+    plain = transformers.AutoModelForCausalLM.from_config(kind(**{**common, **sizes}))
+    model = convert(copy.deepcopy(plain))
+    parts = [model.get_submodule(row.path) for row in describe(model) if row.converted]
+    in_fp8 = sum(weight.numel() for part in parts for weight in {id(w): w for _, w in part.gemms()}.values())
+    of_embeddings = model.get_input_embeddings().weight.numel()
+    matrices = [weight for name, weight in model.named_parameters() if weight.dim() > 1 and not name.endswith("bias")]
+    assert in_fp8 > 0.98 * (sum(weight.numel() for weight in matrices) - of_embeddings)
+    losses = []
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=2e-3)
+        for seed in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = one(**token_batch(seed)).loss
+            loss.backward()
+            if one is model:
+                scaling_state(model).update()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert torch.isclose(*losses, rtol=0.01, atol=0)
+
+
 def left_out(kind: str) -> nn.Module:
     """Experts that cannot run in FP8."""
-    config = SimpleNamespace(
-        intermediate_size=24, num_local_experts=4, moe_num_experts=4, hidden_size=WIDTH, swiglu_alpha=1.7,
-        swiglu_limit=7.0, hidden_act="silu", _experts_implementation="eager",
-    )  # fmt: skip
-    if kind in ("gpt-oss", "aria"):
-        return (GptOssExperts if kind == "gpt-oss" else AriaExperts)(config)
     layer = experts()
     if kind == "of another class":
 
@@ -80,14 +118,9 @@ def left_out(kind: str) -> nn.Module:
     return layer
 
 
-ONLY = "; only those with weights [E, N, K] and without biases are converted"
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("gpt-oss", f"experts with biases and weights stored as [E, K, N]{ONLY}"),
-        ("aria", f"experts with weights stored as [E, K, N]{ONLY}"),
         ("of another class", "the class Experts has a `forward` of its own"),
         ("distributed", "experts that are distributed over processes"),
         ("replaced", "its `forward` was replaced on the object, and a conversion by class would have no effect"),

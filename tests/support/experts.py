@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers.integrations.moe", reason="before transformers 5 experts are linear layers")
 
+from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
@@ -21,6 +23,8 @@ FORMS: dict[str, type[nn.Module]] = {
     "gate": MixtralExperts,
     "limited gate": DeepseekV4Experts,
     "no gate": NemotronHExperts,
+    "transposed": AriaExperts,
+    "transposed, biases, interleaved gate": GptOssExperts,
 }
 
 
@@ -28,14 +32,14 @@ def experts(form: str = "gate", implementation: str = "eager") -> Any:
     """Experts with random weights."""
     config = SimpleNamespace(
         num_local_experts=EXPERTS, n_routed_experts=EXPERTS, hidden_size=WIDTH, intermediate_size=HIDDEN,
-        moe_intermediate_size=HIDDEN, moe_latent_size=None, hidden_act="silu", mlp_hidden_act="relu2",
-        swiglu_limit=20.0, _experts_implementation=implementation,
+        moe_intermediate_size=HIDDEN, moe_num_experts=EXPERTS, moe_latent_size=None, hidden_act="silu",
+        mlp_hidden_act="relu2", swiglu_alpha=1.7, swiglu_limit=20.0, _experts_implementation=implementation,
     )  # fmt: skip
     made = FORMS[form](config)
     for parameter in made.parameters():
         # the experts differ in their scales
         nn.init.normal_(parameter)
-        parameter.data *= (0.1 * 3.0 ** torch.arange(EXPERTS))[:, None, None]
+        parameter.data *= (0.1 * 3.0 ** torch.arange(EXPERTS)).view(-1, *[1] * (parameter.dim() - 1))
     return made
 
 
@@ -48,15 +52,28 @@ def routing(*without: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Separate(nn.Module):
-    """The experts of class ``MixtralExperts`` as separate linear layers, with copies of the weights."""
+    """Experts with a gate as separate linear layers, with copies of the weights."""
 
     def __init__(self, stacked: Any) -> None:
         super().__init__()
         for name in ("gate_up_proj", "down_proj"):
-            layers = [nn.Linear(*reversed(weight.shape), bias=False) for weight in getattr(stacked, name)]
-            for layer, weight in zip(layers, getattr(stacked, name), strict=True):
-                layer.weight.data.copy_(weight)
+            weights = getattr(stacked, name).mT if stacked.is_transposed else getattr(stacked, name)
+            layers = [nn.Linear(*reversed(weight.shape), bias=stacked.has_bias) for weight in weights]
+            for number, layer in enumerate(layers):
+                layer.weight.data.copy_(weights[number])
+                if stacked.has_bias:
+                    layer.bias.data.copy_(getattr(stacked, f"{name}_bias")[number])
             self.add_module(name, nn.ModuleList(layers))
+        self.is_gpt_oss = isinstance(stacked, GptOssExperts)
+
+    def gate(self, h: Tensor) -> Tensor:
+        """Of gpt-oss: interleaved, limited to 20, with a sigmoid of 1.7 times its input; else concatenated, SiLU."""
+        if not self.is_gpt_oss:
+            a, b = h.chunk(2, dim=-1)
+            return nn.functional.silu(a) * b
+        a, b = h.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = a.clamp(max=20.0), b.clamp(-20.0, 20.0)
+        return (b + 1) * (a * torch.sigmoid(a * 1.7))
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The definition, token by token and choice by choice; x ``[T, H]``."""
@@ -64,15 +81,14 @@ class Separate(nn.Module):
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
             places = (index == expert).nonzero().tolist()
             if places:
-                a, b = gate_up(torch.stack([x[token] for token, _ in places])).chunk(2, dim=-1)
-                y = down(nn.functional.silu(a) * b)
+                y = down(self.gate(gate_up(torch.stack([x[token] for token, _ in places]))))
                 for (token, choice), row in zip(places, y, strict=True):
                     outputs[token][choice] = row * weights[token, choice, None]
         return torch.stack([torch.stack(rows).sum(0) for rows in outputs]).to(x.dtype)
 
-    def gradient(self, name: str) -> Tensor:
-        """The gradient of the weights of all experts, ``[E, N, K]``; zeros for those without a token."""
-        weights = [layer.weight for layer in getattr(self, name)]
+    def gradient(self, name: str, of: str = "weight") -> Tensor:
+        """The gradient of the weights of all experts, ``[E, N, K]``, or biases; zeros for those without a token."""
+        weights = [getattr(layer, of) for layer in getattr(self, name)]
         return torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in weights])
 
 
