@@ -14,11 +14,12 @@ pytestmark = pytest.mark.slow
 BODY = """
 from types import SimpleNamespace
 from torch.distributed.fsdp import fully_shard
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from lightning_fp8.modules.all_gather import gather_in_fp8
 
 config = SimpleNamespace(num_local_experts=3, hidden_size=16, intermediate_size=16, hidden_act="silu",
-                         _experts_implementation="eager")
+                         swiglu_alpha=1.7, swiglu_limit=7.0, _experts_implementation="eager")
 
 
 class Net(nn.Module):
@@ -71,8 +72,9 @@ except NotImplementedError as error:
 """
 
 
-def test_sharded_experts_train_like_replicated_ones(tmp_path: Path) -> None:
-    first, second = run_processes(BODY, tmp_path)
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_sharded_experts_train_like_replicated_ones(kind: str, tmp_path: Path) -> None:
+    first, second = run_processes(BODY.replace(" = MixtralExperts(", f" = {kind}Experts("), tmp_path)
     assert first["gathered"] == ["first"]
     expected = first["replicated"]
     # the scales follow from the tokens of both processes
