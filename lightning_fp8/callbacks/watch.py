@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
 from lightning_fp8.scaling.statistics import cast_counts
 
@@ -114,7 +115,7 @@ class Watch:
     def on_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; to be called before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
-        gemms = (gemm for layer in layers for gemm in layer.gemms())
+        gemms = (one for layer in layers for one in layer.gemms() or _with_a_source(layer))
         # where one parameter holds several experts, those without a token have a gradient of zeros
         held = {
             gemm.module: None if weight.grad is None else gemm.matrix(weight.grad)
@@ -203,6 +204,11 @@ class Watch:
 def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:
     rows = chosen.nonzero().flatten().tolist()
     return dict(zip(rows, values[chosen].tolist(), strict=True))
+
+
+def _with_a_source(layer: Fp8Module) -> list[tuple[Gemm, Tensor]]:
+    """The GEMM of a computed weight, with the first parameter that the weight is computed from."""
+    return [(gemm, gemm.sources()[0]) for gemm in layer.fp8.values()]
 
 
 def _any(gradient: Tensor | None, nothing: Tensor) -> Tensor:

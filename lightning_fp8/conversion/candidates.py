@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module, fp8_class
 from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.computed_weight import is_computed
 from lightning_fp8.modules.experts import Fp8Experts, experts_class, find_routers, is_experts, reason_against_experts
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.linear import Fp8Linear, linear_class
@@ -130,14 +131,14 @@ def fp8_class_for(layer: nn.Module) -> type[Fp8Module]:
 
 def reason_against(layer: nn.Module, is_output: bool) -> str | None:
     """Why this layer is not converted; None if it can be. ``is_output``: ``out_proj`` of a converted attention."""
+    if is_parametrized(layer) and not _has_computed_weight(layer):
+        return "is parametrized, other than in the weight of a linear layer"
     if plain_class(layer) is NonDynamicallyQuantizableLinear:
         return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
     if isinstance(layer, Fp8Module):
         return None
     if isinstance(layer, LazyModuleMixin) or any(map(is_lazy, layer.parameters(recurse=False))):
         return "is not initialised yet: run a batch through the model before it is converted"
-    if is_parametrized(layer):
-        return "is parametrized: its weight is computed at each forward"
     if isinstance(layer, torch.jit.ScriptModule):
         return "a torch.jit.ScriptModule: a conversion by class would have no effect"
     if "forward" in vars(layer):
@@ -154,6 +155,14 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
     if reason is None and any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
         return "has no elements"
     return reason
+
+
+def _has_computed_weight(layer: nn.Module) -> bool:
+    """Whether parametrizations compute the weight, and nothing else, of a layer with the ``forward`` of nn.Linear."""
+    kind, parametrized = own_class(layer), cast(nn.ModuleDict, layer.parametrizations)
+    is_linear = issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward
+    # an attention reads the weight of its own projection by itself
+    return is_linear and kind is not NonDynamicallyQuantizableLinear and [*parametrized] == ["weight"]
 
 
 def too_small(layer: nn.Module, min_features: int) -> str | None:
@@ -181,19 +190,9 @@ def sizes(layer: nn.Module) -> list[Sizes]:
 
 def check_dtype(path: str, layer: nn.Module) -> None:
     """TypeError for a layer whose parameters cannot be cast."""
-    for name, parameter in layer.named_parameters(recurse=False):
+    for name, parameter in layer.named_parameters(recurse=is_computed(layer)):
         if parameter.dtype not in CASTABLE_DTYPES:
             raise TypeError(
                 f"{path or '(root)'}.{name} is {parameter.dtype}, and FP8 layers take float32, bfloat16 or float16"
                 " parameters. Call `model.float()` first, or leave the layer out with `ignore_modules`."
-            )
-
-
-def check_unparametrized(layers: Iterable[tuple[str, Fp8Module]]) -> None:
-    """RuntimeError for a layer that cannot become plain again."""
-    for path, layer in layers:
-        if is_parametrized(layer):
-            raise RuntimeError(
-                f"{path or '(root)'} has been parametrized since it was converted. Call"
-                " `torch.nn.utils.parametrize.remove_parametrizations` on it first."
             )

@@ -8,7 +8,6 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from lightning_fp8.conversion.candidates import check_unparametrized
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.kept_scales import load_kept_scales
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
@@ -92,7 +91,6 @@ def convert(
             there is no single longest ``nn.ModuleList`` or it has fewer blocks, or a weight that is gathered in FP8
             would be multiplied in bf16.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
-        RuntimeError: if a converted layer that would become plain again has been parametrized since.
 
     >>> model = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), ignore_modules=("2",))
     >>> [type(layer).__name__ for layer in model]
@@ -149,13 +147,9 @@ def unconvert(module: ModuleT) -> ModuleT:
     """Make every converted layer a plain one again, in place. The scaling state is dropped.
 
     Weights that have no masters become plain parameters with rounded values, with a warning.
-
-    Raises:
-        RuntimeError: if a layer has been parametrized since it was converted; nothing is changed then.
     """
     layers = list(module.modules())
     found = list(converted(module))
-    check_unparametrized(found)
     _restore(found)
     fuse_feed_forward(layers)
     restore_fast_path(layers)

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_fp8.conversion.candidates import (
     PlannedLayer,
     check_dtype,
-    check_unparametrized,
     gemm_weights,
     planned_layers,
     sizes,
@@ -121,7 +120,6 @@ class ConversionPlan:
                 f"There is nothing to convert in {type(self.modules[0][1]).__name__}: FP8 needs at least one plain"
                 f" `nn.Linear`{self._of_what_size()}" + "".join(f"\n  {row}" for row in self.rows()[:10])
             )
-        check_unparametrized(self.restored)
         check_device(self.device)
 
     def _check_recipe(self) -> None:

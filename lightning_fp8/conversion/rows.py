@@ -14,6 +14,7 @@ from lightning_fp8.conversion.candidates import PlannedLayer, sizes
 from lightning_fp8.conversion.linear_layers import how_recognised
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.computed_weight import computed_by
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.linear import Fp8Linear, LinearForward
 from lightning_fp8.modules.paths import numbered
@@ -74,7 +75,14 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
     )
     is_linear = isinstance(layer, LinearForward) and not isinstance(layer, Fp8Linear)
     how = how_recognised(layer.plain_class) if is_linear else None
-    remarks = [how, in_bf16, *(what + ", ".join(names) for what, names in named if names), fused, held]
+    remarks = [
+        how,
+        computed_by(layer),
+        in_bf16,
+        *(what + ", ".join(names) for what, names in named if names),
+        fused,
+        held,
+    ]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)
 

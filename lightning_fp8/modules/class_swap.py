@@ -1,4 +1,4 @@
-"""Exchanges the classes of modules, including those that ``fully_shard`` has subclassed."""
+"""Exchanges the classes of modules, including those that ``fully_shard`` or a parametrization has subclassed."""
 
 from __future__ import annotations
 
@@ -6,25 +6,39 @@ from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import parametrize
 
 _known: dict[type, type[nn.Module]] = {}
 
 
 def own_class(module: object) -> type[nn.Module]:
-    """The class of a module; after ``fully_shard``, the class that the module had before."""
+    """The class of a module, before ``fully_shard`` and parametrizations."""
     kind = type(module)
-    return cast(type[nn.Module], kind.__mro__[2] if _is_sharded(kind) else kind)
+    kind = kind.__mro__[2] if _is_sharded(kind) else kind
+    return cast(type[nn.Module], kind.__mro__[1] if _is_parametrized(kind) else kind)
 
 
 def exchange_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of a module; the base class that ``fully_shard`` has added stays."""
+    """Change the class of a module; what ``fully_shard`` and parametrizations have added stays."""
     present = type(module)
-    module.__class__ = _sharded(kind, present) if _is_sharded(present) else kind
+    module.__class__ = kind
+    if parametrize.is_parametrized(module):
+        # as torch does when the first tensor of a module is parametrized
+        parametrize._inject_new_class(module)
+        for name in cast(nn.ModuleDict, module.parametrizations):
+            parametrize._inject_property(module, name)
+    if _is_sharded(present):
+        module.__class__ = _sharded(type(module), present)
 
 
 def _is_sharded(kind: type) -> bool:
     # `fully_shard` makes a class of these two bases, and leaves no other mark
     return kind.__mro__[1] is FSDPModule
+
+
+def _is_parametrized(kind: type) -> bool:
+    # torch makes such a class for each module
+    return kind.__module__ == parametrize.__name__ and kind.__name__.startswith("Parametrized")
 
 
 def _sharded(kind: type, example: type) -> type[nn.Module]:

@@ -14,6 +14,7 @@ from lightning_fp8.modules.adapters import adapted_layer
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.block_forms import Form, form_of_class
 from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.computed_weight import is_computed
 from lightning_fp8.modules.feed_forward import (
     SHARDED,
     FeedForward,
@@ -178,7 +179,7 @@ def _can_be_fused(block: FeedForward) -> bool:
     """Whether the block meets the conditions that conversion decides; the others may change from call to call."""
     layers = [*block.first, block.second]
     return activation_name(block.activation) is not None and all(
-        own_class(one) in LinearForward.family for one in layers
+        own_class(one) in LinearForward.family and not is_computed(one) for one in layers
     )
 
 

@@ -131,7 +131,8 @@ class Gemm:
 
     @property
     def weight(self) -> Tensor | None:
-        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists."""
+        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists, or a
+        parametrization computes the weight."""
         layer = self.layer
         return None if layer is None or self._owner is None else layer.gemm_weight(self._owner.gemm)
 
@@ -151,7 +152,7 @@ class Gemm:
 
     def on_sharding(self, weight: Tensor) -> None:
         """Keep no FP8 cast of a sharded weight, as it would hold the whole weight."""
-        self.weight_cast.sharded = weight if is_sharded(weight) else None
+        self.weight_cast.sharded = [weight] if is_sharded(weight) else []
         self.weight_cast.is_kept = not isinstance(weight, (DTensor, Fp8Parameter))
         if not self.weight_cast.is_kept:
             self.weight_cast.drop()
@@ -160,14 +161,14 @@ class Gemm:
         """The parameters that the weight is, or is computed from; a sharded one itself, even while it is gathered."""
         owner = self._owner
         layer = None if owner is None else owner.layer()
-        if layer is None or owner is None or owner.parameter not in layer._parameters:
-            return [] if layer is None else list(cast(nn.Module, layer).parameters())
-        weight = layer._parameters[owner.parameter]
-        if is_sharded(weight):
-            self.weight_cast.sharded = weight
-        source = weight if self.weight_cast.sharded is None else self.weight_cast.sharded
+        if layer is None or owner is None:
+            return []
+        is_held, kept = owner.parameter in layer._parameters, self.weight_cast
+        found = [layer._parameters[owner.parameter]] if is_held else [*cast(nn.Module, layer).parameters()]
+        if any(map(is_sharded, found)):
+            kept.sharded = found
         # while FSDP1 has gathered it, it is no parameter
-        return [source] if isinstance(source, nn.Parameter) else []
+        return [one for one in kept.sharded or found if isinstance(one, nn.Parameter)]
 
     def refer(self) -> None:
         """The histories belong to the weight as it is now."""

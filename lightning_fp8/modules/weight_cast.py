@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -72,7 +72,7 @@ class WeightCast(KeptCast[Fp8Operand]):
         is_kept: whether the cast outlives a forward; not that of a sharded weight, as it would hold the whole weight.
         part: which matrix of a parameter ``[E, N, K]`` is the weight; None if it is all of it.
         k_by_n: whether the layer stores the weight as ``[K, N]``.
-        sharded: the parameter of which this process holds a part; None for a whole one.
+        sharded: the parameters that the weight is or is computed from, if this process holds parts of them; else empty.
         fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
         compiled_cast: the cast as compiled code reads it, in tensors that stay the same; None if there is none.
@@ -87,7 +87,7 @@ class WeightCast(KeptCast[Fp8Operand]):
         self.is_kept = True
         self.part: int | None = None
         self.k_by_n = False
-        self.sharded: Tensor | None = None
+        self.sharded: Sequence[Tensor | None] = ()
         self.fp8_only = False
         self.frozen_seen: Tensor | None = None
         self.compiled_cast: Fp8Operand | None = None

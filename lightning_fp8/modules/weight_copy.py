@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import Self
 
 from lightning_fp8.modules.attention import SdpaMultiheadAttention, in_gemms
@@ -98,15 +99,16 @@ def keep_copies(module: nn.Module, leave_alone: set[nn.Module]) -> None:
     """Give every plain linear and attention layer copies of its weights: in place, by class, same parameters."""
     changes: list[_Change] = []
     for layer in module.modules():
-        if layer in leave_alone or "forward" in vars(layer):
+        if layer in leave_alone or "forward" in vars(layer) or is_parametrized(layer):
             continue
         if own_class(layer) is nn.Linear:
             changes.append(_Change(layer, WeightCopyLinear, ("weight",)))
         elif own_class(layer) is nn.MultiheadAttention:
             names = tuple(f"{gemm}_weight" for gemm in in_gemms(layer))
             changes.append(_Change(layer, WeightCopyMultiheadAttention, names))
-            if own_class(layer.out_proj) is NonDynamicallyQuantizableLinear:
-                changes.append(_Change(cast(nn.Module, layer.out_proj), WeightCopyLinear, ("weight",)))
+            out_proj = cast(nn.Module, layer.out_proj)
+            if own_class(out_proj) is NonDynamicallyQuantizableLinear and not is_parametrized(out_proj):
+                changes.append(_Change(out_proj, WeightCopyLinear, ("weight",)))
     for layer, new_class, weights in changes:
         changed = cast(WeightCopyModule, layer)
         changed.plain_class = own_class(layer)

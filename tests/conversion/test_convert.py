@@ -60,7 +60,7 @@ class Special(nn.Linear):
 def test_what_cannot_be_converted_is_named() -> None:
     model = nn.ModuleDict({"plain": nn.Linear(16, 16), "special": Special(16, 16), "patched": nn.Linear(16, 16)})
     model["attention"], model["lazy"], model["empty"] = nn.MultiheadAttention(16, 1), nn.LazyLinear(4), nn.Linear(16, 0)
-    model["parametrized"] = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    model["parametrized"] = nn.utils.parametrize.register_parametrization(nn.Linear(16, 16), "bias", nn.Tanh())
     model["patched"].forward = lambda x: x  # type: ignore[method-assign]
     convert(model, min_features=0)
     rows = {row.path: row for row in describe(model)}

@@ -124,7 +124,7 @@ def left_out(kind: str) -> nn.Module:
         ("of another class", "the class Experts has a `forward` of its own"),
         ("distributed", "experts that are distributed over processes"),
         ("replaced", "its `forward` was replaced on the object, and a conversion by class would have no effect"),
-        ("parametrized", "is parametrized: its weight is computed at each forward"),
+        ("parametrized", "is parametrized, other than in the weight of a linear layer"),
     ],
 )
 def test_left_out_with_the_reason_and_their_share(kind: str, reason: str) -> None:
