@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -33,6 +32,10 @@ class ScaleFactorLogger(RunWatcher):
     - ``fp8/<tensor name>/saturated_fraction``: share of the numbers that this step's casts clipped, 0 to 1.
     - ``fp8/<tensor name>/underflowed_fraction``: share of the nonzero numbers that they turned into zero, 0 to 1.
       Neither fraction is logged for a tensor that was not cast.
+    - ``fp8/<tensor name>/smallest_exponent`` and ``largest_exponent``, under recipes with blocks: log2 of the smallest
+      and largest ``1 / scale`` of the blocks of this step's casts, in both layouts; under ``fp8-mx`` the exponents that
+      are stored, whole numbers from -126 to 127. Blocks of zeros are left out. One with inf or NaN is too under
+      ``fp8-mx``; under ``fp8-block`` its scale is 1, so it counts as 0.
     - ``fp8/<tensor name>/nonfinite_steps``: number of steps so far in which the tensor held inf or NaN, which left its
       scale and history unchanged.
 
@@ -47,8 +50,8 @@ class ScaleFactorLogger(RunWatcher):
     - ``fp8/saturated_fraction`` and ``fp8/underflowed_fraction``: the largest of all tensors that were cast, 0 to 1.
 
     It takes one device-to-host copy per logging step; fractions are counted in logging steps only. With several
-    processes, fractions are over all of them, and rank 0 logs. Under another precision, and after a run of fewer steps
-    than ``every_n_steps``, it warns once and has done nothing.
+    processes, fractions and exponents are over all of them, and rank 0 logs. Under another precision, and after a run
+    of fewer steps than ``every_n_steps``, it warns once and has done nothing.
 
     Args:
         every_n_steps: optimizer steps between two logging steps.
@@ -97,7 +100,7 @@ class ScaleFactorLogger(RunWatcher):
     ) -> None:
         state = self._state
         if state is not None and self._when.ends(trainer.global_step):
-            values = tensor_statistics(state, partial(trainer.strategy.reduce, reduce_op="sum"))
+            values = tensor_statistics(state, lambda counts, op: trainer.strategy.reduce(counts, reduce_op=op))
             state.cast_counts.stop(self)
             if self.prog_bar:
                 for quantity in ("saturated_fraction", "underflowed_fraction"):

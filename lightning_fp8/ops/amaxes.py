@@ -69,15 +69,21 @@ def per_row(scale: Tensor, rows: int) -> Tensor:
     return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
+def per_block(scale: Tensor, x: Tensor) -> Tensor:
+    """Scales of the blocks of x ``[M, K]``, ``float32``: ``[M, ceil(K/32)]`` of tiles in E8M0, others as they are."""
+    if scale.dtype != torch.uint8:
+        return scale
+    rows, columns = x.shape
+    return e8m0.values_of(e8m0.from_tiles(scale, rows, -(-columns // e8m0.BLOCK)))
+
+
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
     Along a dimension, there is one scale for all, one for each block, or one for each; or all are tiles in E8M0.
     """
     if scale.dtype == torch.uint8:
-        rows, columns = x.shape
-        codes = e8m0.from_tiles(scale, rows, -(-columns // e8m0.BLOCK))
-        return e8m0.values_of(codes).repeat_interleave(e8m0.BLOCK, 1)[:, :columns]
+        return per_block(scale, x).repeat_interleave(e8m0.BLOCK, 1)[:, : x.shape[1]]
     for dim, size in enumerate(x.shape if scale.dim() else ()):
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)

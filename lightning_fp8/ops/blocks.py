@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, by_element, per_row, power_of_2, record_amax, scale_of_current
+from lightning_fp8.ops.amaxes import BLOCK, by_element, per_block, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.backward import gradients_by
-from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops.counting import count, is_counting, note_exponents
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import (
     BLOCKS,
@@ -55,10 +55,14 @@ def _both(
 def count_if_asked(
     x: Tensor, scale_inv: Tensor, columns_scale_inv: Tensor, slot: Slot | WeightSlot, layout: str
 ) -> None:
-    """Count what this cast loses, if requested; in the payload by rows if both are made."""
+    """Count what this cast loses, if requested, in the payload by rows if both are made; note the scales of both."""
     if is_counting(slot):
-        inverse, x = (scale_inv, x) if layout != "columns" else (columns_scale_inv, x.t())
-        count(x, scale_to_count(inverse, x), slot)
+        by_rows, by_columns = (scale_inv, x), (columns_scale_inv, x.t())
+        made = {"rows": [by_rows], "columns": [by_columns], "both": [by_rows, by_columns]}[layout]
+        inverse, counted = made[0]
+        count(counted, scale_to_count(inverse, counted), slot)
+        for inverse, counted in made:
+            note_exponents(per_block(inverse, counted), slot)
 
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

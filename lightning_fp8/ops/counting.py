@@ -1,4 +1,4 @@
-"""How much of a tensor a cast clips or turns to zero. Counted only in the steps for which it is requested."""
+"""What casts clip or turn to zero, and the scales of their blocks; counted only in the steps that are requested."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ class CastCounts:
     Attributes:
         values: ``[R, 4] int64`` while counting, else None: how many elements were not NaN, saturated, not zero, and not
             zero but cast to zero, over all recording casts since :meth:`start`.
+        exponents: ``[R, 2] float32`` while counting, else None: minus the smallest and the largest log2 of the
+            ``scale_inv`` of these casts' blocks, -inf where there is none: both are maxima.
     """
 
     values: Tensor | None
+    exponents: Tensor | None
 
     def __init__(self, tensors: int, device: torch.device) -> None:
-        self.values = None
-        self._shape = (tensors, 4)
+        self.values = self.exponents = None
+        self._tensors = tensors
         self._device = device
         self._requesters: set[int] = set()
 
@@ -39,19 +42,21 @@ class CastCounts:
         """
         if self.values is None:
             with torch.inference_mode(False):
-                self.values = torch.zeros(self._shape, dtype=torch.int64, device=self._device)
+                self.values = torch.zeros(self._tensors, 4, dtype=torch.int64, device=self._device)
+                self.exponents = torch.full((self._tensors, 2), float("-inf"), device=self._device)
         self._requesters.add(id(requester))
 
     def stop(self, requester: object) -> None:
         """See :meth:`start`."""
         self._requesters.discard(id(requester))
         if not self._requesters:
-            self.values = None
+            self.values = self.exponents = None
 
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
         self._device = device
         self.values = None if self.values is None else self.values.to(device)
+        self.exponents = None if self.exponents is None else self.exponents.to(device)
 
 
 def saturated(scaled: Tensor, fmt: Fp8Format) -> Tensor:
@@ -79,6 +84,19 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
     rows = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, len(x))
     for part, scale_of_part in zip(x.split(rows), scale.expand(x.shape).split(rows), strict=True):
         counts.index_add_(0, slot.index, _counted(part, scale_of_part, FORMATS[slot.format])[None])
+
+
+def note_exponents(scale_inv: Tensor, slot: Slot | WeightSlot) -> None:
+    """Widen the tensor's range of exponents by these scales of blocks, ``[*] float32``; never waits for the device.
+
+    Blocks of zeros, whose scale_inv is below every normal number, and those that are NaN have no exponent.
+    """
+    exponents = None if slot.state is None else slot.state.model.counts.exponents
+    if exponents is None or not scale_inv.numel():
+        return
+    log2 = scale_inv.log2().where(scale_inv >= torch.finfo(torch.float32).tiny, float("nan"))
+    ends = torch.stack([(sign * log2).nan_to_num(float("-inf")).amax() for sign in (-1, 1)])
+    exponents.index_copy_(0, slot.index, torch.maximum(exponents.index_select(0, slot.index), ends[None]))
 
 
 def is_counting(slot: Slot | WeightSlot) -> bool:

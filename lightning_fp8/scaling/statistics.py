@@ -20,14 +20,15 @@ QUANTITIES = (
 )
 
 
-def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it.
+def tensor_statistics(state: ScalingState, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
+    """Each of ``QUANTITIES`` as ``[R] float64`` on the CPU, NaN where a tensor does not have it; under recipes with
+    blocks also ``smallest_exponent`` and ``largest_exponent``.
 
     It takes one copy from the device.
 
     Args:
-        state: the scaling state; fractions are those of ``state.cast_counts``.
-        sum_over_processes: applied to the counts, which are those of one process; amaxes are already reduced.
+        state: the scaling state; fractions and exponents are those of ``state.cast_counts``.
+        reduce: the ``"sum"`` or ``"max"`` over all processes of what one has counted; amaxes are already reduced.
     """
     of_weights = state.amax[state.delayed :]
     columns = (
@@ -36,10 +37,11 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         torch.cat([state.amax_history.amax(dim=0), torch.full_like(of_weights, float("nan"))]),
         state.nonfinite_steps,
         state.fp8_max,
-        *sum_over_processes(cast_counts(state)).unbind(dim=1),
+        *reduce(cast_counts(state), "sum").unbind(dim=1),
+        *_exponents(state, reduce),
     )
     copied = torch.stack([column.double() for column in columns]).cpu()
-    scale, amax, largest, nonfinite, fp8_max, numbers, saturated, nonzero, underflowed = copied
+    scale, amax, largest, nonfinite, fp8_max, numbers, saturated, nonzero, underflowed, *exponents = copied
     nothing = torch.full_like(scale, float("nan"))
     quantities = {
         "scale": scale,
@@ -52,9 +54,19 @@ def tensor_statistics(state: ScalingState, sum_over_processes: Callable[[Tensor]
         "underflowed_fraction": torch.where(numbers > 0, underflowed / nonzero.clamp(min=1), nothing),
         "nonfinite_steps": nonfinite,
     }
+    for name, sign, ends in zip(("smallest_exponent", "largest_exponent"), (-1, 1), exponents):
+        quantities[name] = torch.where(ends.isfinite(), sign * ends, nothing)
     # the last values of a layer that fell back say nothing about the run
     in_fp8 = state.rows_in_fp8
     return {quantity: values.where(in_fp8, nothing) for quantity, values in quantities.items()}
+
+
+def _exponents(state: ScalingState, reduce: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, ...]:
+    """The two columns of ``state.cast_counts.exponents``; none if no cast is in blocks."""
+    exponents = state.cast_counts.exponents
+    if exponents is None or not state.recipe.current.blocks:
+        return ()
+    return reduce(state.fill_sharers(exponents), "max").unbind(dim=1)
 
 
 def cast_counts(state: ScalingState) -> Tensor:

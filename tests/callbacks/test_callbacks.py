@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fp8_numpy
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -18,6 +19,7 @@ from lightning_fp8 import (
     BlockScaling,
     DelayedScaling,
     Fp8Precision,
+    MXScaling,
     QuantizationProbe,
     ScaleFactorLogger,
     ScaleWatchdog,
@@ -27,7 +29,8 @@ from lightning_fp8 import (
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.formats import ROLES
 from lightning_fp8.scaling import ScalingState
-from lightning_fp8.scaling.statistics import QUANTITIES
+from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.statistics import QUANTITIES, tensor_statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 
@@ -217,6 +220,42 @@ def test_counts_with_a_scale_for_each_block(request: pytest.FixtureRequest) -> N
     }
 
 
+@pytest.mark.usefixtures("half")
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling(), MXScaling(weight_blocks=(32, 32))], ids=str)
+def test_exponents_are_those_of_the_blocks(request: pytest.FixtureRequest, recipe: Recipe) -> None:
+    model = convert(nn.Linear(160, 144, bias=False), recipe)
+    state, generator = scaling_state(model), torch.Generator().manual_seed(0)
+    x, dy, weight = (torch.randn(*shape, generator=generator) for shape in ((48, 160), (48, 144), (144, 160)))
+    # All are far above 0, the smallest inside of the tensor; zeros have no exponent, nor in MX an infinity and a NaN.
+    x *= torch.logspace(4, 8, 160)
+    x[:, 50] *= 0.02
+    dy *= torch.logspace(9, 5, 48)[:, None]
+    x[:, 64:128], dy[3, 5], dy[40, 140], x[7] = 0.0, float("inf"), float("nan"), 0.0
+    with torch.no_grad():
+        model.weight.copy_(weight * torch.logspace(-3, 3, 144)[:, None])
+    state.cast_counts.start(request)
+    model(x.requires_grad_()).backward(dy)
+    found = tensor_statistics(state, lambda counts, op: counts)
+    for name, values in (("input", x.detach()), ("grad_output", dy), ("weight", model.weight.detach())):
+        squares = name == "weight" and recipe.current.squares
+        exponents = np.concatenate([log2_of_blocks(one, recipe, squares) for one in (values, values.t())])
+        got = [found[f"{end}_exponent"][state.names.index(name)].item() for end in ("smallest", "largest")]
+        assert got == pytest.approx([exponents.min(), exponents.max()], abs=1e-5), name
+        assert not recipe.current.in_e8m0 or got == [round(number) for number in got]
+
+
+def log2_of_blocks(x: torch.Tensor, recipe: Recipe, squares: bool) -> np.ndarray:
+    """log2 of amax / 448 of each block, rounded up in MX, in fp64; if not finite, it is left out in MX, else 0."""
+    size = 32 if recipe.current.in_e8m0 else 128
+    rows = range(0, len(x), size if squares else 1)
+    numbers = x.double().numpy()
+    blocks = [numbers[r : r + (size if squares else 1), c : c + size] for r in rows for c in range(0, x.shape[1], size)]
+    amaxes = np.array([np.abs(block).max() for block in blocks])
+    is_finite = np.isfinite(amaxes)
+    log2 = np.log2(amaxes[is_finite & (amaxes > 0)] / 448)
+    return np.ceil(log2) if recipe.current.in_e8m0 else np.append(log2, np.zeros((~is_finite).sum()))
+
+
 def test_counts_of_a_feed_forward_block(request: pytest.FixtureRequest) -> None:
     def counts() -> torch.Tensor:
         torch.manual_seed(0)
@@ -335,3 +374,19 @@ def test_fractions_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytes
     for name in ("net.0.input", "net.2.grad_output", "net.0.weight"):
         for fraction in ("saturated_fraction", "underflowed_fraction"):
             assert 0.5 <= float(last[f"fp8/{name}/{fraction}"]) < 0.6
+
+
+def test_exponents_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has had exponents from -100 to 90."""
+
+    def reduce(strategy: Any, tensor: torch.Tensor, group: Any = None, reduce_op: str = "mean") -> torch.Tensor:
+        wider = tensor.clamp(min=torch.tensor([100.0, 90.0])) if tensor.shape == (6, 2) else tensor
+        return wider if (reduce_op == "max") == (tensor.shape == (6, 2)) else tensor * 0
+
+    monkeypatch.setattr(SingleDeviceStrategy, "reduce", reduce)
+    logger, callback = CSVLogger(tmp_path), ScaleFactorLogger(every_n_steps=4, patterns=())
+    make_trainer(tmp_path, precision="fp8-mx", logger=logger, callbacks=[callback]).fit(seeded(), loader())
+    (last,) = [row for row in rows_of(logger) if row.get("fp8/input/scale/min")]
+    for role in ROLES:
+        ends = [float(last[f"fp8/{role}/{end}_exponent/median"]) for end in ("smallest", "largest")]
+        assert ends == [-100.0, 90.0]

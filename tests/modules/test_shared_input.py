@@ -401,7 +401,7 @@ def test_what_watches_and_counts_find() -> None:
         watch = Watch(state, Limits(2, 1, 0.0, 0.0, 1))
         state.cast_counts.start(watch)
         train(model)
-        fractions = tensor_statistics(state, lambda counts: counts)
+        fractions = tensor_statistics(state, lambda counts, op: counts)
         # the next part waits for an update that never comes
         checks = [watch.check(3, lambda counts: counts)]
         model(x)

@@ -283,6 +283,14 @@ def test_callbacks(waits: NoWaiting, name: str, tmp_path: Path) -> None:
     assert trained(waits, tmp_path, make()) == [[], due, [], [], due]
 
 
+@pytest.mark.parametrize("precision", ["fp8-block", "fp8-mx"])
+def test_exponents_are_logged_with_the_same_copy(waits: NoWaiting, precision: str, tmp_path: Path) -> None:
+    make, due = CALLBACKS["ScaleFactorLogger"]
+    assert trained(waits, tmp_path, make(), precision=precision) == [[], due, [], [], due]
+    logged = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    assert "fp8/net.0.grad_output/largest_exponent" in logged
+
+
 def test_outliers_are_watched_without_a_further_wait(waits: NoWaiting, tmp_path: Path) -> None:
     watchdog = callbacks.ScaleWatchdog(
         "fallback", 3, kurtosis_above=1.0, outliers_above=0.0, checks_in_a_row=1, cooldown=2

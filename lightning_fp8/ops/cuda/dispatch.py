@@ -136,9 +136,11 @@ def _cast_weights(
     for weight, slot, made, both, is_transposed in zip(weights, slots, payloads, inverses, of_transpose):
         operand = Fp8Operand(*made, *(both[::-1] if is_transposed else both), slot.format)
         operands.append(operand)
-        if scale is not None and is_counting(slot):
-            whole = scale.index_select(0, slot.index)[0]
-            count(weight, blocks.scale_to_count(operand.scale_inv, weight) if current.blocks else whole, slot)
+        if current.blocks:
+            of_both = operand.scale_inv, operand.columns_scale_inv
+            blocks.count_if_asked(weight, *of_both, slot, "both" if current.in_e8m0 else "rows")
+        elif scale is not None and is_counting(slot):
+            count(weight, scale.index_select(0, slot.index)[0], slot)
     return operands
 
 
