@@ -52,12 +52,16 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def cases_in_blocks(device: torch.device) -> list[Case]:
-    """GEMMs with a scale for each block, for the suite ``blocks``."""
+    """GEMMs with a scale for each block, for the suite ``blocks``; some also in MX, where a kernel of ours has it."""
     layers = LAYERS[2:7] if device.type == "cuda" else _LAYERS_ON_CPU[:1]
     gemms = [gemm for layer in layers for gemm in of_layer(*layer)]
     if device.type == "cuda":
         gemms.insert(0, Gemm("fprop", 8192, 8192, 8192))
-    return [replace(gemm, in_blocks=True).case() for gemm in gemms]
+    cases = [replace(gemm, in_blocks=True) for gemm in gemms]
+    in_mx = [replace(gemm, mx=True) for gemm in cases[:4]]
+    if device.type == "cuda":
+        in_mx = [gemm for gemm in in_mx if gemm.choice(device).configuration is not None]
+    return [gemm.case() for gemm in (*cases, *in_mx)]
 
 
 def of_layer(tokens: int, in_features: int, out_features: int) -> tuple[Gemm, Gemm, Gemm]:
@@ -92,6 +96,7 @@ class Gemm:
         k: length of the sums.
         in_blocks: all in E4M3 and precise; a has a scale for each 1 x 128, and so has b for wgrad, else for each
             128 x 128.
+        mx: with ``in_blocks``, each 1 x 32 of both has a scale, in E8M0, and sums stay in the tensor cores.
     """
 
     kind: str
@@ -99,6 +104,7 @@ class Gemm:
     n: int
     k: int
     in_blocks: bool = False
+    mx: bool = False
 
     @property
     def flops(self) -> int:
@@ -118,21 +124,27 @@ class Gemm:
     @property
     def fast(self) -> bool:
         """Whether sums stay in the tensor cores (fast accumulation)."""
-        return self.kind == "fprop" and not self.in_blocks
+        return self.mx or (self.kind == "fprop" and not self.in_blocks)
 
     def case(self) -> Case:
         """The case of a suite."""
-        name = f"{self.kind}{' in blocks' if self.in_blocks else ''} {self.m}x{self.n}x{self.k} (MxNxK)"
+        scales = " in MX" if self.mx else " in blocks" if self.in_blocks else ""
+        name = f"{self.kind}{scales} {self.m}x{self.n}x{self.k} (MxNxK)"
         return Case(name, self.variants, self.is_served, flops=self.flops)
 
     def is_served(self, device: torch.device) -> bool:
         """Whether there is a kernel for it."""
+        rows = 0 if not self.in_blocks else 1 if self.mx or self.kind == "wgrad" else 128
+        return (
+            kernels_of(self.choice(device), device, self.a_format, "e4m3", self.output, not self.fast, rows) is not None
+        )
+
+    def choice(self, device: torch.device) -> gemm_choice.Choice:
+        """Which of our kernels is to run."""
         sizes = (device, "rawkernel", self.m, self.n, self.k)
         if self.in_blocks:
-            choice, rows = gemm_choice.choose_in_blocks(*sizes), 1 if self.kind == "wgrad" else 128
-        else:
-            choice, rows = gemm_choice.choose(*sizes, not self.fast, self.output), 0
-        return kernels_of(choice, device, self.a_format, "e4m3", self.output, not self.fast, rows) is not None
+            return gemm_choice.choose_in_blocks(*sizes, self.mx)
+        return gemm_choice.choose(*sizes, not self.fast, self.output)
 
     def variants(self, device: torch.device) -> list[Variant]:
         """``lightning_fp8`` (our kernels), ``auto``, ``cublaslt`` with either accumulation, and ``bf16``.
@@ -159,9 +171,10 @@ class Gemm:
             )
 
         if self.in_blocks:
+            by_torch = plain.scaled_mm_mx if self.mx else plain.scaled_mm_in_blocks
             return [
                 ours("rawkernel"),
-                variant("cublaslt", False, lambda given: plain.scaled_mm_in_blocks(*fp8(given), None, self.output)),
+                variant("cublaslt", self.fast, lambda given: by_torch(*fp8(given), None, self.output)),
             ]
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
@@ -208,11 +221,10 @@ class Gemm:
 
     def _in_blocks(self, device: torch.device) -> Operands:
         a, b = self._values(device)
-        a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot_in_blocks(False), "rows")
-        if self.kind == "wgrad":
-            b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot_in_blocks(False), "rows")
-        else:
-            b_fp8, _, b_inv, _ = ops.cast_weight_blocks(b, slot_in_blocks(True), "rows")
+        blocks = "e8m0" if self.mx else "float32"
+        a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot_in_blocks(False, blocks), "rows")
+        cast_b = ops.cast_blocks if self.kind == "wgrad" else ops.cast_weight_blocks
+        b_fp8, _, b_inv, _ = cast_b(b, slot_in_blocks(self.kind != "wgrad", blocks), "rows")
         # nothing is compared with bf16
         return Operands(a_fp8, b_fp8, a_inv, b_inv, a_inv, b_inv)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import per_row
 from lightning_fp8.ops.cuda import gemm_choice, kernels
+from lightning_fp8.ops.e8m0 import from_tiles
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FPROP, DGRAD, WGRAD = gemm.of_layer(64, 32, 48)
@@ -148,12 +150,41 @@ def test_torchs_product_in_blocks_is_timed_without_copies(kind: str) -> None:
     assert copied == {}
 
 
+def test_a_wrong_product_in_mx_is_seen() -> None:
+    found = [one for one in gemm.cases_in_blocks(CPU) if "in MX" in one.name]
+    assert [one.name.split()[0] for one in found] == ["fprop", "dgrad", "wgrad"]
+    assert [variant.check() for one in found for variant in one.variants(CPU)] == [None] * 6
+    case = Gemm("dgrad", 48, 40, 160, in_blocks=True, mx=True)
+    given = case.operands(CPU)[0]
+    exact, scales = case.expected(given), [from_tiles(one, rows, 5) for one, rows in zip(given[2:4], (48, 40))]
+    values = [
+        code_values("e4m3")[codes.numpy()] * np.exp2(scale.numpy().astype(int) - 127.0).repeat(32, 1)
+        for codes, scale in zip(given[:2], scales)
+    ]
+    product = torch.from_numpy(values[0] @ values[1].T)
+    assert torch.allclose(exact[0], product[exact[2]], rtol=1e-12)
+    out = product.to(case.output)
+    assert case.difference(out, *exact, True) is None
+    assert case.difference(spoiled(1.5)(out.clone()), *exact, True) == "1 of 1920 numbers that are not the product's"
+    # the code of one block
+    given.b_inv[0] += 1
+    assert case.difference(out, *case.expected(given), True) is not None
+
+
 @pytest.mark.parametrize("missing", ["", "choice", "gemm_kernel", "sum_splits_kernel"])
 def test_a_product_is_ours_only_with_all_its_kernels(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
     chosen = gemm_choice.Choice(None if missing == "choice" else Configuration("gemm_sm90", 128, 128, 6), 3)
     for name in ("choose", "choose_in_blocks"):
-        monkeypatch.setattr(gemm_choice, name, lambda *_: chosen)
+        monkeypatch.setattr(gemm_choice, name, lambda *given: asked.append(given) or chosen)
     for name in ("gemm_kernel", "sum_splits_kernel"):
-        monkeypatch.setattr(kernels, name, lambda *_, name=name: None if missing == name else "a kernel")
-    for case in (WGRAD, Gemm("fprop", 64, 48, 32, in_blocks=True)):
+        monkeypatch.setattr(
+            kernels, name, lambda *given, name=name: asked.append(given) or (None if missing == name else "a kernel")
+        )
+    blocks = Gemm("fprop", 64, 48, 32, in_blocks=True)
+    for case in (WGRAD, blocks, replace(blocks, mx=True)):
         assert case.is_served(GPU) is (not missing)
+    if not missing:
+        # the last was in MX: not promoted, and both operands have a scale for each row
+        (*_, mx), (*_, promote, b_scale_rows), _ = asked[-3:]
+        assert (mx, promote, b_scale_rows) == (True, False, 1)
