@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.computed_weight import is_computed
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
 from lightning_fp8.scaling.statistics import cast_counts
@@ -115,7 +116,7 @@ class Watch:
     def on_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; to be called before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
-        gemms = (one for layer in layers for one in layer.gemms() or _with_a_source(layer))
+        gemms = (one for layer in layers for one in (_with_a_source(layer) if is_computed(layer) else layer.gemms()))
         # where one parameter holds several experts, those without a token have a gradient of zeros
         held = {
             gemm.module: None if weight.grad is None else gemm.matrix(weight.grad)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_fp8.modules.computed_weight import held_weight, is_computed
+from lightning_fp8.modules.computed_weight import held_weight
 from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.ops.formats import Product
@@ -59,13 +59,13 @@ class Fp8Module(nn.Module):
         return {"": held_weight(layer)}
 
     def gemm_weight(self, gemm: str) -> Tensor | None:
-        """One of the layer's GEMM weights, as it is now; None if it is computed."""
-        return None if is_computed(self) else self.gemm_weights(self).get(gemm)
+        """One of the layer's GEMM weights, as it is now; see :func:`held_weight` for a computed one."""
+        return self.gemm_weights(self).get(gemm)
 
     def gemms(self) -> list[tuple[Gemm, Tensor]]:
-        """Each of its own GEMMs, with the current weight; none if the weight is computed."""
-        weights = {} if is_computed(self) else self.gemm_weights(self)
-        return [(self.fp8[name], weight) for name, weight in weights.items()]
+        """Each of its own GEMMs, with the current weight; see :func:`held_weight` for a computed one."""
+        weights = self.gemm_weights(self)
+        return [(gemm, weights[name]) for name, gemm in self.fp8.items()]
 
     @property
     def scaling_state(self) -> ScalingState:

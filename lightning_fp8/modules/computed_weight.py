@@ -20,7 +20,8 @@ def is_computed(layer: Any) -> bool:
 
 
 def held_weight(layer: Any) -> Tensor:
-    """A layer's weight; for a computed one a tensor of its size, dtype and device, without its values."""
+    """A layer's weight; for a computed one a tensor of its size, dtype and device, without its values: no parameter, so
+    nothing keeps a cast of it, or shards, freezes or replaces it."""
     if not is_computed(layer):
         return layer.weight  # type: ignore[no-any-return]
     source = next(layer.parametrizations["weight"].parameters(recurse=False))

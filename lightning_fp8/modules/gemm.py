@@ -131,8 +131,7 @@ class Gemm:
 
     @property
     def weight(self) -> Tensor | None:
-        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists, or a
-        parametrization computes the weight."""
+        """The current weight of the layer, or the parameter that holds it; None if the layer no longer exists."""
         layer = self.layer
         return None if layer is None or self._owner is None else layer.gemm_weight(self._owner.gemm)
 

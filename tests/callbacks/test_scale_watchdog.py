@@ -33,6 +33,14 @@ class EvalLayer(Regression):
         self.net[2].eval()
 
 
+class NormalisedEvalLayer(EvalLayer):
+    """The same with a weight that is computed: its parameters have the gradient that shows the layer in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net[2])
+
+
 class AroundTheTrainer(Regression):
     """Steps torch's optimizer instead of Lightning's, so that nothing updates the scales."""
 
@@ -82,11 +90,14 @@ def test_a_healthy_run_is_left_alone(
 
 # a model in trouble, the watchdog's arguments, and what it says
 TROUBLE: list[tuple[Any, dict[str, Any], str]] = [
-    (
-        EvalLayer,
-        {"every_n_steps": 2, "stale_steps": 4},
-        r"step 4: scales not updated for 4 steps or more, although in use: net\.2\.input \(4\), net\.2\.grad_output"
-        r" \(4\)\.\n  A layer in eval mode records nothing\.$",
+    *(
+        (
+            kind,
+            {"every_n_steps": 2, "stale_steps": 4},
+            r"step 4: scales not updated for 4 steps or more, although in use: net\.2\.input \(4\), net\.2\.grad_output"
+            r" \(4\)\.\n  A layer in eval mode records nothing\.$",
+        )
+        for kind in (EvalLayer, NormalisedEvalLayer)
     ),
     (
         AroundTheTrainer,

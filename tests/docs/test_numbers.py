@@ -53,7 +53,7 @@ def test_losses_of_the_configurations(name: str) -> None:
 def test_losses_of_each_recipe() -> None:
     page = "docs/precisions.md"
     lines = table_of(page, "precision", "demo: training", "encoder: training")
-    # fp8-mx has not been measured
+    # fp8-mx was measured apart from these
     of_fp8 = [name + fields for fields in ("", ",wgrad=bf16") for name in RECIPES if name != "fp8-mx"]
     assert [line["precision"] for line in lines] == ["bf16-mixed", *of_fp8]
     (command,) = (line for line in commands_of(page) if "compare --config" in line)
@@ -72,6 +72,23 @@ def test_losses_of_each_recipe() -> None:
     assert "its training loss is {} from bf16's with seed 0, and {} with seed 1".format(*apart) in " ".join(
         text_of(page).split()
     )
+
+
+@pytest.mark.parametrize(("model", "name"), [("demo", "tiny-gpt"), ("encoder", "digits-encoder")])
+def test_losses_in_mx(model: str, name: str) -> None:
+    rows, config = measured(f"compare-{name}-mx-cpu.jsonl"), f"{name.replace('-', '_')}_fp8"
+    lines = {line["in MXFP8"]: line for line in table_of("docs/precisions.md", "in MXFP8")}
+    assert [*lines] == [*rows] == ["bf16-mixed", "fp8-mx", "fp8-mx,wgrad=bf16"]
+    for variant, row in rows.items():
+        assert lines[variant][f"{model}: loss"] == f"{row['loss']:.4f}"
+        assert lines[variant][f"{model}: validation loss"] == f"{row['val_loss']:.4f}"
+        steps, of_others = row["steps"], CONFIGURATIONS[config]["bf16-mixed"]
+        assert (steps, row["seed"], row["batches"]) == (of_others["steps"], of_others["seed"], of_others["batches"])
+        command = f"python -m lightning_fp8 compare --config configs/{config}.yaml --steps {steps}"
+        assert row["command"] == f"{command} --precisions {' '.join(rows)}"
+        assert (row["threads"], row["cpu"]) == (1, "AMD EPYC with avx512_bf16")
+        assert "dirty" not in row["commit"]
+        assert sum(row["losses"][-(steps // 10) :]) / (steps // 10) == pytest.approx(row["loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -13,7 +13,7 @@ from benchmarks.recipe_cases import AFTER
 from benchmarks.recipes import RECIPES, preferred, recipe_of
 from lightning_fp8 import DelayedScaling
 
-PAGE, FILE = "docs/recipes.md", "docs/results/recipes-cpu.jsonl"
+PAGE, FILE, MX_FILE = "docs/recipes.md", "docs/results/recipes-cpu.jsonl", "docs/results/recipes-mx-cpu.jsonl"
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in (ROOT / FILE).read_text().splitlines()]
 GPT = ("gpt", "restarts", "outlier", "spikes")
 SEEDS = {row["seed"] for row in ROWS}
@@ -69,6 +69,23 @@ def test_losses() -> None:
         # "not run" if one of the trainings is missing
         assert line["cost"] == said(cost(variant_of(line)))
         assert line["encoder"] == said(excess("encoder", variant_of(line), "loss"))
+
+
+def test_losses_in_mx() -> None:
+    rows = [json.loads(line) for line in (ROOT / MX_FILE).read_text().splitlines()]
+    assert {row["cpu"] for row in rows} == {"AMD EPYC with avx512_bf16"}
+    assert not any("dirty" in row["commit"] for row in rows)
+    of_seed = {(row["case"], row["seed"], row["variant"]): row["loss"] for row in rows}
+    assert len(of_seed) == len(rows) == 50
+    found = {
+        case: [100 * (of_seed[case, seed, "fp8-mx"] / of_seed[case, seed, "baseline"] - 1) for seed in range(5)]
+        for case in (*GPT, "encoder")
+    }
+    costs = [mean(of_cases) for of_cases in zip(*(found[case] for case in GPT))]
+    (line,) = table_of(PAGE, "recipe", "gpt", "cost")
+    assert line == {"recipe": "fp8-mx", "cost": said(costs), **{case: said(values) for case, values in found.items()}}
+    (line,) = (one for one in table_of("docs/precisions.md", "MXScaling") if "](recipes.md#loss)" in one[""])
+    assert line["MXScaling"] == said(costs)
 
 
 def cost(variant: str) -> list[float]:

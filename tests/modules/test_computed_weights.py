@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_fp8 import convert, describe, export, load_exported, scaling_state, unconvert
+from lightning_fp8.modules.weight_copy import WeightCopyModule, keep_copies
 from lightning_fp8.scaling.recipe import RECIPES
 
 
@@ -95,6 +97,8 @@ def test_a_weight_is_computed_once_in_each_forward_and_nowhere_else() -> None:
     )
     counter.calls = 0
     model = convert(nn.Sequential(nn.Linear(32, 32), layer, nn.GELU(), nn.Linear(32, 32)))
+    # a fused block would read it, too
+    assert type(model) is nn.Sequential
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     describe(model)
     assert counter.calls == 0
@@ -131,6 +135,33 @@ def test_described() -> None:
     assert reasons["weight_norm"].endswith("; its weight is computed by WeightNorm")
     assert reasons["two"].endswith("; its weight is computed by WeightNorm and Counted")
     assert reasons["bias"] == "is parametrized, other than in the weight of a linear layer"
+
+
+def test_parameters_of_a_dtype_that_cannot_be_cast_are_named() -> None:
+    layer = layer_of("weight_norm").double()
+    layer.bias = nn.Parameter(layer.bias.float())
+    with pytest.raises(TypeError, match=r"0\.parametrizations\.weight\.original0 is torch\.float64"):
+        convert(nn.Sequential(layer))
+
+
+def test_an_attention_reads_the_weight_of_its_projection_itself() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(32, 2, batch_first=True), torch.randn(2, 8, 32)
+    parametrizations.weight_norm(attention.out_proj)
+    plain = copy.deepcopy(attention)
+    model = convert(nn.Sequential(attention))
+    reasons = {row.path: row.reason for row in describe(model)}
+    assert reasons["0"] == "converted, 32 -> 96"
+    assert reasons["0.out_proj"] == "is parametrized, other than in the weight of a linear layer"
+    assert sqnr(model[0](x, x, x)[0], plain(x, x, x)[0]) > 24
+
+
+def test_bf16_keeps_no_copy_of_it() -> None:
+    layers = nn.Sequential(layer_of("weight_norm"), nn.MultiheadAttention(32, 2))
+    parametrizations.weight_norm(layers[1].out_proj)
+    keep_copies(layers, set())
+    copied = [path for path, layer in layers.named_modules() if isinstance(layer, WeightCopyModule)]
+    assert copied == ["1"]
 
 
 def test_parametrizations_come_and_go() -> None:
