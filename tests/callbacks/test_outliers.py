@@ -48,8 +48,13 @@ class Gated(Regression):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_probe_logs_what_the_formulas_say(accumulate: int, tmp_path: Path) -> None:
     seen: dict[str, list[Tensor]] = {}
+    hooks: list[int] = []
 
     class Seen(Gated):
+        def training_step(self, *batch: Any) -> Tensor:
+            hooks.append(len(self.net[0]._forward_pre_hooks))
+            return super().training_step(*batch)
+
         def on_train_start(self) -> None:
             for path, layer in converted(self):
                 inputs = seen.setdefault(path, [])
@@ -60,6 +65,9 @@ def test_the_probe_logs_what_the_formulas_say(accumulate: int, tmp_path: Path) -
         tmp_path, logger=logger, callbacks=[probe], max_steps=2, accumulate_grad_batches=accumulate, max_epochs=-1
     )
     trainer.fit(model, loader())
+    # besides the one of this test: in one micro-batch alone
+    assert hooks == [1] * accumulate + [2] + [1] * (accumulate - 1)
+    assert all(len(layer._forward_pre_hooks) == 1 for _, layer in converted(model))
     (row,) = [row for row in rows_of(logger) if row.get("fp8/net.0/kurtosis")]
     # the first micro-batch of the second step, which is due
     expected = {path: statistics(inputs[accumulate]) for path, inputs in seen.items()}
