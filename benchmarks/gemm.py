@@ -60,7 +60,8 @@ def cases_in_blocks(device: torch.device) -> list[Case]:
     cases = [replace(gemm, in_blocks=True) for gemm in gemms]
     in_mx = [replace(gemm, mx=True) for gemm in cases[:4]]
     if device.type == "cuda":
-        in_mx = [gemm for gemm in in_mx if gemm.choice(device).configuration is not None]
+        there = torch.cuda.is_available()
+        in_mx = [gemm for gemm in in_mx if there and gemm.choice(device).configuration is not None]
     return [gemm.case() for gemm in (*cases, *in_mx)]
 
 

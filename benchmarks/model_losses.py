@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 from benchmarks.harness import Row, append
-from benchmarks.recipes import _T
+from benchmarks.recipes import interval
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.runtime.environment import environment
@@ -92,7 +92,7 @@ def table(rows: list[Row]) -> str:
             for precision in ("bf16-mixed", "fp8-delayed")
         )
         apart = [100 * (fp8[seed] / bf16[seed] - 1) for seed in bf16]
-        half = _T[len(apart) - 2] * stdev(apart) / len(apart) ** 0.5
+        _, half = interval(apart)
         in_fp8 = {row["share"] for row in rows if (row["case"], row["variant"]) == (name, "fp8-delayed")}
         numbers = f"{mean(bf16.values()):.4f}", f"{mean(fp8.values()):.4f}", f"{mean(apart):+.2f}% ± {half:.2f}"
         lines.append((name, f"{max(in_fp8):.1%}", *numbers))

@@ -166,8 +166,9 @@ class Gemm:
         found = [layer._parameters[owner.parameter]] if is_held else [*cast(nn.Module, layer).parameters()]
         if any(map(is_sharded, found)):
             kept.sharded = found
+        sources = kept.sharded or found
         # while FSDP1 has gathered it, it is no parameter
-        return [one for one in kept.sharded or found if isinstance(one, nn.Parameter)]
+        return cast(list[Tensor], sources) if sources and isinstance(sources[0], nn.Parameter) else []
 
     def refer(self) -> None:
         """The histories belong to the weight as it is now."""

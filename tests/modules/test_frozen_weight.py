@@ -431,7 +431,8 @@ def test_describe_says_what_keeps_its_master() -> None:
     assert reasons["body"] == "converted, 32 -> 32; weight in FP8 only"
     assert reasons["head"] == "converted, 32 -> 48; weight keeps its master: it is tied"
     assert reasons["trained"] == "converted, 32 -> 32; weight keeps its master: it is trained"
-    assert reasons["computed"] == "converted, 32 -> 32; its weight is computed by WeightNorm"
+    computed = "its weight is computed by WeightNorm; weight keeps its master: it is computed"
+    assert reasons["computed"] == f"converted, 32 -> 32; {computed}"
     assert model.head.weight is model.embedding.weight
     assert "weight" not in {row.path: row.reason for row in describe(convert(Tied()))}["body"]
 
