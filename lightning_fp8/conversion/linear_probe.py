@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
+import io
 import math
+import pickle
 import random
 import sys
 import warnings
@@ -18,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.linear import SETTINGS
@@ -31,6 +35,7 @@ _ROUNDINGS = 8
 _OF_MODULES = vars(nn.Module()).keys()
 # what layers of a class may differ in and still need only one try
 _HASHABLE = (*SETTINGS, type, FunctionType, BuiltinFunctionType)
+_CHANGES = "it changes its attributes or its arguments"
 _verdicts: dict[Any, str | None] = {}
 
 
@@ -59,8 +64,9 @@ def difference_from_linear(layer: nn.Module) -> str | None:
 
     A copy of the layer with random weights, without hooks, runs on the CPU in training and in evaluation, for several
     shapes, dtypes and autocast. Its outputs and all gradients are those of ``F.linear`` but for rounding; it changes no
-    attribute and no argument, draws no random number and calls no other process. The copy of a weight with more than
-    2^18 elements has at most 64 features. Layers that differ in nothing but their values are tried once.
+    attribute and no argument, not even through ``.data``, draws no random number and calls no other process. What it
+    changes elsewhere, such as a global variable, is not seen. The copy of a weight with more than 2^18 elements has at
+    most 64 features. Layers that differ in nothing but their values are tried once.
     """
     if reason := _reason_not_to_try(layer):
         return reason
@@ -125,7 +131,6 @@ def _undisturbed() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
-        _NoOtherProcess(),
     ):
         warnings.simplefilter("ignore")
         of_torch = torch.get_rng_state()
@@ -140,10 +145,22 @@ def _undisturbed() -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-class _NoOtherProcess(TorchDispatchMode):
+class _Operators(TorchDispatchMode):
+    """Refuses collectives and writes into these tensors, also those through ``.data``, which change no version."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._memory = {one.untyped_storage().data_ptr() for one in tensors if one.numel()}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise _OtherError(f"it communicates with other processes, by {func}")
+        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for one in func._schema.arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                written = tree_leaves(given.get(one.name))
+                if any(isinstance(to, Tensor) and to.untyped_storage().data_ptr() in self._memory for to in written):
+                    raise _OtherError(_CHANGES)
         return func(*args, **(kwargs or {}))
 
 
@@ -182,15 +199,21 @@ def _compare(layer: nn.Module, case: _Case, generator: torch.Generator) -> None:
         tensors = [one for one in (x, weight, bias) if one is not None]
         before = _state(layer, tensors)
         with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-            y, expected = own_class(layer).forward(layer, x), F.linear(x, weight, bias)
+            with _Operators(tensors):
+                y = own_class(layer).forward(layer, x)
+            expected = F.linear(x, weight, bias)
         is_same = isinstance(y, Tensor) and (y.dtype, y.shape) == (expected.dtype, expected.shape)
         if not is_same and not (case.autocast and _is_promoted(y, x, weight, bias)):
             given = f"{dtype_name(y.dtype)} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
             raise _OtherError(f"{case} it gives {given}, not {dtype_name(expected.dtype)} {list(expected.shape)}")
         if _state(layer, tensors) != before:
-            raise _OtherError("it changes its attributes or its arguments")
+            raise _OtherError(_CHANGES)
         dy = dy.to(y.dtype)
-        gradients = torch.autograd.grad(y, tensors, dy, allow_unused=True)
+        with _Operators(tensors):
+            gradients = torch.autograd.grad(y, tensors, dy, allow_unused=True)
+        # hooks of tensors run in backward
+        if _state(layer, tensors) != before:
+            raise _OtherError(_CHANGES)
         terms = [one.detach().abs().float().requires_grad_() for one in tensors]
         bound, allowed = F.linear(*terms), _ROUNDINGS * torch.finfo(expected.dtype).eps
         found = zip(
@@ -217,5 +240,29 @@ def _is_promoted(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> b
 
 
 def _state(layer: nn.Module, tensors: list[Tensor]) -> Any:
-    settings = {name: value for name, value in _settings(layer).items() if isinstance(value, SETTINGS)}
-    return settings, [id(one) for one in layer._parameters.values()], [one._version for one in tensors]
+    """What a call may not change. Attributes that cannot be pickled are compared by identity."""
+    attributes = [{name: _content(name, one) for name, one in vars(part).items()} for part in layer.modules()]
+    of_class = {name: one for name, one in vars(own_class(layer)).items() if isinstance(one, SETTINGS)}
+    hooks = [tuple(one._backward_hooks or ()) for one in tensors]
+    return attributes, of_class, hooks, [(one.data_ptr(), one.requires_grad, one.grad is None) for one in tensors]
+
+
+def _content(name: str, value: Any) -> Any:
+    if isinstance(value, SETTINGS):
+        return value
+    if name in _OF_MODULES and isinstance(value, dict):
+        return [(key, id(one)) for key, one in value.items()]
+    content = io.BytesIO()
+    pickler = pickle.Pickler(content)
+    # torch pickles a generator with the address of a copy of its state
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Generator: _state_of_generator}
+    try:
+        pickler.dump(value)
+    except Exception:
+        # an object of the layer's own may raise anything
+        return id(value)
+    return content.getvalue()
+
+
+def _state_of_generator(generator: torch.Generator) -> Any:
+    return bytes, (generator.get_state().tolist(),)

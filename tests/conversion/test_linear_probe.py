@@ -60,6 +60,7 @@ ACCEPTED = {
         else F.linear(x, self.weight, self.bias)
     ),
     "a bias that is added": lambda self, x: x @ self.weight.T + self.bias,
+    "an output that is edited": lambda self, x: F.linear(x, self.weight).add_(self.bias),
     "einsum": lambda self, x: torch.einsum("...k,nk->...n", x, self.weight) + self.bias.to(x.dtype),
     "views by size": lambda self, x: F.linear(x.view(*x.shape[:-1], self.in_features), self.weight, self.bias),
 }
@@ -80,6 +81,92 @@ FOUND = {
     "its gradient of the bias": lambda self, x: F.linear(x, self.weight, self.bias.detach()),
     "it raises KeyError, \"'scale'\"": lambda self, x: {}["scale"],
 }
+
+
+def with_no_grad(change: Any) -> Any:
+    return lambda self, x: torch.no_grad()(change)(self, x)
+
+
+def kept() -> dict[str, Any]:
+    generators = {"torch": torch.Generator(), "numpy": np.random.default_rng(0), "python": random.Random(0)}
+    return {"list": [], "array": np.zeros(2), **generators}
+
+
+# what each does before it computes `F.linear`; most change no number
+EFFECTS = {
+    "max norm through data": lambda self, x: setattr(self.weight, "data", self.weight.data.renorm(2, 0, 100)),
+    "clips its weight through data": lambda self, x: self.weight.data.clamp_(-100, 100),
+    "clears its bias through data": lambda self, x: self.bias.data.zero_(),
+    "clips its input through data": lambda self, x: x.data.clamp_(-1, 1),
+    "edits its weight": with_no_grad(lambda self, x: self.weight.mul_(1)),
+    "edits a view of its weight": with_no_grad(lambda self, x: self.weight[0].copy_(self.weight[0])),
+    "edits its weight with others": with_no_grad(lambda self, x: torch._foreach_mul_([torch.ones(2), self.weight], 1)),
+    "writes to its weight as an output": with_no_grad(lambda self, x: torch.add(self.bias, 0, out=self.bias)),
+    "replaces its weight": lambda self, x: setattr(self, "weight", nn.Parameter(self.weight.detach().clone())),
+    "freezes its bias": lambda self, x: self.bias.requires_grad_(False),
+    "sets a gradient": lambda self, x: setattr(self.weight, "grad", torch.zeros_like(self.weight)),
+    "keeps its input": lambda self, x: setattr(self, "last", x.detach()),
+    "keeps the shape": lambda self, x: setattr(self, "rows", tuple(x.shape)),
+    "collects in a list": lambda self, x: self.kept["list"].append(x.shape),
+    "counts in a dict": lambda self, x: self.kept.update(calls=self.kept.get("calls", 0) + 1),
+    "counts in an array": lambda self, x: np.add(self.kept["array"], 1, out=self.kept["array"]),
+    "counts in its class": lambda self, x: setattr(type(self), "calls", getattr(type(self), "calls", 0) + 1),
+    "counts in backward": lambda self, x: self.weight.register_hook(lambda _: None),
+    "registers a buffer": lambda self, x: self.register_buffer("mean", x.detach().mean()),
+    "registers a hook": lambda self, x: self.register_forward_hook(lambda *_: None),
+    "adds a child": lambda self, x: self.add_module("child", nn.Identity()),
+    "changes its mode": lambda self, x: self.train(not self.training),
+    "draws from a generator of torch": lambda self, x: torch.rand((), generator=self.kept["torch"]),
+    "draws from a generator of numpy": lambda self, x: self.kept["numpy"].random(),
+    "draws from a generator of python": lambda self, x: self.kept["python"].random(),
+    "seeds": lambda self, x: torch.manual_seed(7),
+}
+CASTS = {
+    "weight in float8": lambda self, x: F.linear(
+        x, self.weight.to(torch.float8_e4m3fn).to(x.dtype), self.bias.to(x.dtype)
+    ),
+    "input in bfloat16": lambda self, x: F.linear(x.bfloat16().to(x.dtype), self.weight, self.bias),
+    "all in float16": lambda self, x: F.linear(x.half(), self.weight.half(), self.bias.half()).to(x.dtype),
+    "output in float32": lambda self, x: F.linear(x, self.weight, self.bias).float(),
+    "rounded weight": lambda self, x: F.linear(
+        x, self.weight + (self.weight - self.weight.round()).detach(), self.bias
+    ),
+}
+
+
+@pytest.mark.parametrize("effect", EFFECTS.values(), ids=EFFECTS)
+def test_side_effects_are_found(effect: Any) -> None:
+    def compute(self: nn.Linear, x: Tensor) -> Tensor:
+        effect(self, x)
+        return F.linear(x, self.weight, self.bias)
+
+    layer = layer_with(one_argument(compute), kept=kept())
+    before = layer.weight, layer.weight.clone(), layer.bias.clone(), str(layer.kept)
+    assert difference_from_linear(layer) in ("it changes its attributes or its arguments", "it draws random numbers")
+    assert layer.weight is before[0]
+    assert torch.equal(layer.weight, before[1])
+    assert torch.equal(layer.bias, before[2])
+    assert str(layer.kept) == before[3]
+
+
+def test_what_stays_unchanged_does_not_matter() -> None:
+    layer = layer_with(one_argument(ACCEPTED["F.linear"]), kept={**kept(), "tensor": torch.ones(2)}, call=lambda: None)
+    assert difference_from_linear(layer) is None
+
+
+def test_hooks_of_its_output_are_found() -> None:
+    def counted_in_backward(self: Any, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        y.register_hook(lambda _: setattr(self, "calls", self.calls + 1))
+        return y
+
+    layer = layer_with(counted_in_backward, calls=0)
+    assert difference_from_linear(layer) == "it changes its attributes or its arguments"
+
+
+@pytest.mark.parametrize("compute", CASTS.values(), ids=CASTS)
+def test_casts_are_found(compute: Any) -> None:
+    assert str(difference_from_linear(layer_with(one_argument(compute)))).startswith("for ")
 
 
 @pytest.mark.parametrize("compute", ACCEPTED.values(), ids=ACCEPTED)
