@@ -393,7 +393,7 @@ def from_codes(
             of 128 x 128, or ``[N, 1]`` for rows; with a leading E for experts. Any floating-point dtype.
         dtype: of the values: fp32, bf16 or fp16. The product is computed in fp32.
         name: the layer's name, for messages.
-        k_by_n: whether the layer stores its weight as ``[K, N]``; for ``[N, K]`` only.
+        k_by_n: whether the layer stores its weight as ``[K, N]``, or ``[E, K, N]``.
         format: of the codes.
 
     Raises:
@@ -407,9 +407,9 @@ def from_codes(
         )
     *experts, n, k = codes.shape if codes.dim() in (2, 3) else (0, 0, 0)
     shapes = [(*experts, *shape) for shape in ((), (-(-n // BLOCK), -(-k // BLOCK)), (n, 1))]
-    if not codes.numel() or tuple(scale_inv.shape) not in shapes or (k_by_n and experts):
+    if not codes.numel() or tuple(scale_inv.shape) not in shapes:
         raise ValueError(
-            f"The FP8 codes of {name!r} must be [N, K], or [E, N, K] unless the layer stores [K, N], and not empty;"
+            f"The FP8 codes of {name!r} must be [N, K] or [E, N, K], and not empty;"
             f" their scales must be one for a matrix, for {BLOCK} x {BLOCK} or for a row: {str(shapes)[1:-1]}."
             f" Got codes {tuple(codes.shape)} and scales {tuple(scale_inv.shape)}."
         )

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from experts import experts
 from exported import refused
-from fp8_checkpoints import HF_FP8, HF_PER_TENSOR, compressed_tensors, model_of, published, quantized, write
+from fp8_checkpoints import HF_FP8, HF_PER_TENSOR, cast, compressed_tensors, model_of, published, quantized, write
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Split, Transpose, WeightConverter, WeightRenaming
 
-from lightning_fp8 import load_exported
+from lightning_fp8 import export, load_exported
 from lightning_fp8.export.load import source_of
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 
@@ -98,6 +100,39 @@ def test_projections_are_merged_and_split(kind: str, frozen: bool, tmp_path: Pat
         config = transformers.FineGrainedFP8Config(dequantize=True)
         theirs = Joined.from_pretrained(tmp_path, quantization_config=config)
         assert torch.equal(theirs.qkv_proj.weight, expected["qkv_proj"])
+
+
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_stacks_that_the_model_stores_as_k_by_n(kind: str, tmp_path: Path) -> None:
+    """As in gpt-oss and Aria: kept in FP8 without rounding, where scales are not one for a row of the file."""
+    stacks = {"gate_up_proj": (2, 300, 400), "down_proj": (2, 200, 300)}
+
+    def aria() -> nn.Module:
+        layer = nn.Module()
+        layer.experts = experts("transposed")
+        for name, shape in stacks.items():
+            setattr(layer.experts, name, nn.Parameter(torch.randn(shape)))
+        return layer
+
+    plain, held, expected = aria(), {}, {}
+    suffix = "_scale_inv" if kind == "block" else "_scale"
+    for name in stacks:
+        codes, scales, values = zip(*(cast(one.detach(), kind) for one in getattr(plain.experts, name)), strict=True)
+        held[f"experts.{name}"], held[f"experts.{name}{suffix}"] = torch.stack(codes), torch.stack(scales)
+        expected[name] = torch.stack([torch.from_numpy(value) for value in values])
+    write(tmp_path, held, HF_FP8 if kind == "block" else compressed_tensors("channel", True))
+    if kind == "row":
+        refused(aria(), tmp_path, r"have scales from which no scales of the weight can be made", frozen=True)
+        return
+    model: Any = load_exported(aria(), tmp_path, frozen=True)
+    for name, values in expected.items():
+        weight = getattr(model.experts, name)
+        assert isinstance(weight, Fp8Parameter)
+        assert torch.equal(weight.dequantized(), values)
+        assert torch.equal(weight[1].dequantized(), values[1])
+    export(model, tmp_path / "written")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert all(written[key].float().equal(one.float()) for key, one in held.items())
 
 
 def test_the_pieces_say_where_each_tensor_of_the_file_is(tmp_path: Path) -> None:
