@@ -44,6 +44,8 @@ def test_describe_names_experts_and_routers() -> None:
     assert found["model.layers.1.mlp.experts"] == "fp8 converted, 4 experts, 32 -> 128 and 64 -> 32"
     assert found["model.layers.1.mlp.gate"] == ROUTER
     assert len(found) == 13
+    found = reasons(convert(holder(experts=experts("transposed")), min_features=0))
+    assert found["experts"] == "fp8 converted, 4 experts, 32 -> 48 and 24 -> 32"
     # 64 -> 32 is the smaller of the two
     assert "32 -> 128" in reasons(model, min_features=33)["model.layers.1.mlp.experts"]
     ignored = ("*.layers.0.mlp.experts",)
