@@ -131,11 +131,13 @@ def fp8_class_for(layer: nn.Module) -> type[Fp8Module]:
 
 def reason_against(layer: nn.Module, is_output: bool) -> str | None:
     """Why this layer is not converted; None if it can be. ``is_output``: ``out_proj`` of a converted attention."""
+    if plain_class(layer) is NonDynamicallyQuantizableLinear and not is_output:
+        return "nn.MultiheadAttention, which is not converted, reads its weight directly"
+    if isinstance(layer, Fp8Module):
+        return None
     if is_parametrized(layer) and not _has_computed_weight(layer):
         return "is parametrized, other than in the weight of a linear layer"
     if plain_class(layer) is NonDynamicallyQuantizableLinear:
-        return None if is_output else "nn.MultiheadAttention, which is not converted, reads its weight directly"
-    if isinstance(layer, Fp8Module):
         return None
     if isinstance(layer, LazyModuleMixin) or any(map(is_lazy, layer.parameters(recurse=False))):
         return "is not initialised yet: run a batch through the model before it is converted"

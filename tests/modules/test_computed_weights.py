@@ -164,6 +164,16 @@ def test_bf16_keeps_no_copy_of_it() -> None:
     assert copied == ["1"]
 
 
+def test_a_second_conversion_changes_nothing() -> None:
+    model = convert(nn.Sequential(*map(layer_of, ("weight_norm", "orthogonal")), nn.Linear(32, 32)))
+    # those of a converted layer need not be of its weight
+    parametrize.register_parametrization(model[2], "bias", nn.Tanh())
+    before = [type(layer) for layer in model], [str(row) for row in describe(model)]
+    convert(model)
+    assert ([type(layer) for layer in model], [str(row) for row in describe(model)]) == before
+    assert all(row.converted for row in describe(model) if row.is_layer)
+
+
 def test_parametrizations_come_and_go() -> None:
     model, x = convert(nn.Sequential(layer_of("doubled"))), torch.randn(8, 48)
     y = model(x)
