@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.computed_weight import is_computed
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
 from lightning_fp8.scaling.statistics import cast_counts
@@ -116,13 +115,8 @@ class Watch:
     def on_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; to be called before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
-        gemms = (one for layer in layers for one in (_with_a_source(layer) if is_computed(layer) else layer.gemms()))
-        # where one parameter holds several experts, those without a token have a gradient of zeros
-        held = {
-            gemm.module: None if weight.grad is None else gemm.matrix(weight.grad)
-            for gemm, weight in gemms
-            if gemm.state is self.state
-        }
+        gemms = (gemm for layer in layers for gemm in layer.fp8.values() if gemm.state is self.state)
+        held = {gemm.module: _gradient(gemm) for gemm in gemms}
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # a gradient set to zero instead of None belongs to a layer that did not run
         modules = range(len(self.state.module_names))
@@ -207,9 +201,11 @@ def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:
     return dict(zip(rows, values[chosen].tolist(), strict=True))
 
 
-def _with_a_source(layer: Fp8Module) -> list[tuple[Gemm, Tensor]]:
-    """The GEMM of a computed weight, with the first parameter that the weight is computed from."""
-    return [(gemm, gemm.sources()[0]) for gemm in layer.fp8.values()]
+def _gradient(gemm: Gemm) -> Tensor | None:
+    """The gradient of the weight, or of the first parameter that it is computed from; None if there is none."""
+    source = next(iter(gemm.sources()), None)
+    # where one parameter holds several experts, those without a token have a gradient of zeros
+    return None if source is None or source.grad is None else gemm.matrix(source.grad)
 
 
 def _any(gradient: Tensor | None, nothing: Tensor) -> Tensor:
