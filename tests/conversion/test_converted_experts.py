@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from experts import FORMS, WIDTH, experts, mixtral, token_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers import DeepseekV3Config, GptOssConfig, GraniteMoeConfig, Qwen3MoeConfig
 
+from benchmarks.model_losses import MODELS, model_of
 from lightning_fp8 import convert, describe, export, load_exported, scaling_state
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
@@ -56,30 +55,10 @@ def test_describe_names_experts_and_routers() -> None:
     assert not any("layers.0.mlp.experts" in name or ".gate." in name for name in names)
 
 
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gpt-oss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 16}),
-    "DeepSeek-V3": (
-        DeepseekV3Config,
-        {
-            "n_routed_experts": 4, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
-            "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
-            "num_key_value_heads": 4, "first_k_dense_replace": 1,
-        },
-    ),
-    "Qwen3-MoE": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16}),
-    "Granite-MoE": (GraniteMoeConfig, {"num_local_experts": 4}),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("form", MODELS)
 def test_all_matrices_but_embeddings_and_routers_run_in_fp8(form: str) -> None:
     torch.manual_seed(3)
-    kind, sizes = MODELS[form]
-    common = {
-        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 32, "pad_token_id": 0,
-    }  # fmt: skip
-    plain = transformers.AutoModelForCausalLM.from_config(kind(**{**common, **sizes}))
+    plain = model_of(form)
     model = convert(copy.deepcopy(plain))
     parts = [model.get_submodule(row.path) for row in describe(model) if row.converted]
     in_fp8 = sum(weight.numel() for part in parts for weight in {id(w): w for _, w in part.gemms()}.values())

@@ -22,14 +22,15 @@ OTHERS = {"current scaling": "fp8-current", "block scaling": "fp8-block"}
 T95 = 2.7764
 
 
-def of(case: str, variant: str, key: str) -> list[float]:
+def of(case: str, variant: str, key: str, rows: list[dict[str, Any]] = ROWS) -> list[float]:
     """One number of the rows, in the order of the seeds; empty if some seed was not run."""
-    found = {row["seed"]: row[key] for row in ROWS if (row["case"], row["variant"]) == (case, variant)}
+    found = {row["seed"]: row[key] for row in rows if (row["case"], row["variant"]) == (case, variant)}
     return [found[seed] for seed in sorted(found)] if found.keys() == SEEDS else []
 
 
-def excess(case: str, variant: str, key: str) -> list[float]:
-    return [100 * (x / base - 1) for x, base in zip(of(case, variant, key), of(case, "baseline", key))]
+def excess(case: str, variant: str, key: str, rows: list[dict[str, Any]] = ROWS) -> list[float]:
+    pairs = zip(of(case, variant, key, rows), of(case, "baseline", key, rows))
+    return [100 * (x / base - 1) for x, base in pairs]
 
 
 def between(values: list[float], digits: int, sign: str = "") -> str:
@@ -75,21 +76,17 @@ def test_losses_in_mx() -> None:
     rows = [json.loads(line) for line in (ROOT / MX_FILE).read_text().splitlines()]
     assert {row["cpu"] for row in rows} == {"AMD EPYC with avx512_bf16"}
     assert not any("dirty" in row["commit"] for row in rows)
-    of_seed = {(row["case"], row["seed"], row["variant"]): row["loss"] for row in rows}
-    assert len(of_seed) == len(rows) == 50
-    found = {
-        case: [100 * (of_seed[case, seed, "fp8-mx"] / of_seed[case, seed, "baseline"] - 1) for seed in range(5)]
-        for case in (*GPT, "encoder")
-    }
-    costs = [mean(of_cases) for of_cases in zip(*(found[case] for case in GPT))]
+    assert len({(row["case"], row["seed"], row["variant"]) for row in rows}) == len(rows) == 50
+    found = {case: excess(case, "fp8-mx", "loss", rows) for case in (*GPT, "encoder")}
+    costs = cost("fp8-mx", rows)
     (line,) = table_of(PAGE, "recipe", "gpt", "cost")
     assert line == {"recipe": "fp8-mx", "cost": said(costs), **{case: said(values) for case, values in found.items()}}
     (line,) = (one for one in table_of("docs/precisions.md", "MXScaling") if "](recipes.md#loss)" in one[""])
     assert line["MXScaling"] == said(costs)
 
 
-def cost(variant: str) -> list[float]:
-    return [mean(of_seed) for of_seed in zip(*(excess(case, variant, "loss") for case in GPT))]
+def cost(variant: str, rows: list[dict[str, Any]] = ROWS) -> list[float]:
+    return [mean(of_seed) for of_seed in zip(*(excess(case, variant, "loss", rows) for case in GPT))]
 
 
 def test_costs_of_the_recipes_where_they_are_compared() -> None:
