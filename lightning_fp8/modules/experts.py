@@ -85,16 +85,17 @@ class Fp8Experts(Fp8Module):
         weights = {name: stack if is_frozen(stack) else stack.unbind() for name, stack in stacks.items()}
         biases = {name: self._biases(name, len(stack)) for name, stack in stacks.items()}
         first, down = weights
+
+        def product(name: str, expert: int, x: Tensor) -> Tensor:
+            return self._product(name, expert, x, stacks[name], weights[name][expert], biases[name][expert])
+
         chosen, by_expert = top_k_index.flatten().sort(stable=True)
         x = hidden_states[by_expert // top_k_index.shape[-1]]
         outputs = []
         for expert, tokens in enumerate(x.split(self._tokens_by_expert(chosen, len(weights[first])))):
             if len(tokens):
-                h = self._product(first, expert, tokens, stacks[first], weights[first][expert], biases[first][expert])
-                h = self._activated(h)
-                outputs.append(
-                    self._product(down, expert, h, stacks[down], weights[down][expert], biases[down][expert])
-                )
+                h = self._activated(product(first, expert, tokens))
+                outputs.append(product(down, expert, h))
         y = torch.cat(outputs) if outputs else x
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
