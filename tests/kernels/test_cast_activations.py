@@ -23,7 +23,7 @@ from casts_on_host import (
     run,
 )
 from fp8_numpy import code_values
-from host_kernels import FEW_VARIANTS, library
+from host_kernels import FEW_VARIANTS, build_folder, library
 from torch import Tensor
 
 from kernels_cuda import casts
@@ -51,6 +51,8 @@ DIFFERENT = {"gelu": 500, "gelu_tanh": 250, "silu": 50, "swiglu": 50}
 
 @pytest.fixture(scope="module")
 def _activations_compiled() -> None:
+    # the threads share it
+    build_folder()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda chosen: library("cast_transpose", variant(*chosen)), FEW_VARIANTS))
 
