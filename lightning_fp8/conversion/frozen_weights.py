@@ -74,7 +74,9 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 def _note(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str:
     if is_frozen(weight):
-        return "weight in FP8 only" if weight.is_fp8 else "weight changed in place, in FP8 only after `convert`"
+        if not weight.is_fp8:
+            return "weight changed in place, in FP8 only after `convert`"
+        return f"weight in FP8 only{'' if weight.content.has_both_orders else ', dgrad in bf16 with its values'}"
     reason = _reason_against(gemm, weight, uses)
     if reason is None and weight.is_meta:
         return "weight in FP8 only once it is loaded"

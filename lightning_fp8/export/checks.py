@@ -213,7 +213,7 @@ def misfits_of_merges(source: Source, in_fp8: Collection[str], products: Mapping
         (
             ", ".join(piece.name for piece in by_target[target][:2])
             for target in in_fp8
-            if (scale := source.scale_of(target)) is None or (scale.kind == "row" and target in rows)
+            if (scale := source.scale_of(target)) is None or (scale.kind in ("row", "group") and target in rows)
         ),
     )
 

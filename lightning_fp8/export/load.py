@@ -67,8 +67,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks,
     :class:`~lightning_fp8.MXScaling` for MXFP8, else :class:`~lightning_fp8.DelayedScaling` if inputs have static
     scales, else :class:`~lightning_fp8.CurrentScaling`. A converted one must have a recipe that fits; with
-    ``frozen=True``, it may have any, and MXFP8 is refused. The scale of an input becomes a history of one entry, from
-    which training may continue.
+    ``frozen=True``, it may have any. The scale of an input becomes a history of one entry, from which training may
+    continue.
 
     An export of this package gives the outputs that the exported model had in ``eval()``, bit for bit, if it was
     exported in its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with
@@ -109,11 +109,6 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     recipe = plan.config.recipe
     if not frozen:
         _check_recipe(recipe, source.scheme, file)
-    elif source.scheme.in_e8m0:
-        raise ValueError(
-            f"load_exported: {file} is in MXFP8, which no weight is kept in without a master. Load it without `frozen`:"
-            " the weights become values in the model's dtype."
-        )
     plain = _plain_layers(model, plan.layers, {*in_fp8, *source.exact})
     products = products_of(model, plain)
     frozen_weights: FrozenWeights | None = "fp8" if frozen else None

@@ -13,7 +13,7 @@ from lightning_fp8 import ops
 from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 from lightning_fp8.export.published import COMPRESSED_TENSORS, Layout, Quantized
 from lightning_fp8.export.scheme import Kind, Scheme
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops import e8m0
@@ -103,9 +103,17 @@ def is_held(weight: Tensor) -> TypeGuard[Fp8Parameter]:
 
 def kind_of(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
+    if weight.content.scale_inv.dtype == torch.uint8:
+        return "group"
     shapes = (tuple(one.shape) for one in (weight.content.payload, weight.content.scale_inv))
     # one of these fits: a weight is not made with other scales
     return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
+
+
+def scales_of(content: Content) -> Tensor:
+    """The scales of a weight that is held in FP8, in the shape of their kind."""
+    in_e8m0 = content.scale_inv.dtype == torch.uint8
+    return e8m0.of_rows(content.scale_inv, content.payload.shape[-2]) if in_e8m0 else content.scale_inv
 
 
 def quantized(weight: Tensor, plan: Plan) -> Quantized:
@@ -114,7 +122,7 @@ def quantized(weight: Tensor, plan: Plan) -> Quantized:
     if is_held(weight):
         content = weight.content
         codes = content.payload.t() if content.k_by_n else content.payload
-        return Quantized(codes.contiguous().cpu().view(E4M3.dtype), content.scale_inv.cpu(), of_input)
+        return Quantized(codes.contiguous().cpu().view(E4M3.dtype), scales_of(content).cpu(), of_input)
     if plan.weight is not None:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)

@@ -42,6 +42,10 @@ class Scale(NamedTuple):
             return Scale(kind, e8m0.values_of(stored))
         return Scale(kind, stored.to(torch.float32).reshape(weight[:-2] if kind == "tensor" else stored.shape))
 
+    def stored(self) -> Tensor:
+        """The scale as a file has it, but for the dtype of one that is not in E8M0."""
+        return e8m0.codes_of_powers(self.values) if self.kind == "group" else self.values
+
     def _by_element(self, codes: Tensor) -> Tensor:
         if self.kind == "group":
             return self.values.repeat_interleave(e8m0.BLOCK, -1)[..., : codes.shape[-1]]
@@ -135,9 +139,13 @@ def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
 def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Scale]:
     """Codes of values ``[E, N, K] float32`` with scales of their own of this kind, which a file has in ``dtype``."""
     rows, columns = values.shape[-2:]
-    height, width = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK)}[kind]
+    sides = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK), "group": (1, e8m0.BLOCK)}
+    height, width = sides[kind]
     padded = F.pad(values.abs(), (0, -columns % width, 0, -rows % height))
     amax = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
+    if kind == "group":
+        scale = Scale(kind, e8m0.values_of(e8m0.codes_of(amax, E4M3)))
+        return scale.codes(values), scale
     # the scale as the file will have it; zeros may have any
     stored = torch.where(amax > 0, amax / E4M3.max, 1.0).to(dtype).float()
     scale = Scale(kind, stored.reshape(values.shape[:-2]) if kind == "tensor" else stored)

@@ -27,7 +27,7 @@ from lightning_fp8.export.published import (
     quantization_config,
     tensors_of,
 )
-from lightning_fp8.export.scales import check_finite
+from lightning_fp8.export.scales import check_finite, scales_of
 from lightning_fp8.export.shards import header_of
 from lightning_fp8.export.values import Scale, in_grid, rounded
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
@@ -84,13 +84,13 @@ class Base:
             return None
         content, shape = weight.content, tuple(weight.shape)
         payload, scale_inv = (
-            one.mT if content.k_by_n and one.dim() > 1 else one for one in (content.payload, content.scale_inv)
+            one.mT if content.k_by_n and one.dim() > 1 else one for one in (content.payload, scales_of(content))
         )
         there, here = (
             in_grid(index, scale.kind, size)
             for index, size in ((piece.of, self.source.shards.stored[piece.name].shape), (piece.at, shape))
         )
-        is_same = there is not None and here is not None and scale_inv[here].cpu().equal(scale.values[there])
+        is_same = there is not None and here is not None and scale_inv[here].cpu().equal(scale.stored()[there])
         return payload[piece.at].cpu() if is_same else None
 
     def _rounded(self, name: str, former: Scale) -> tuple[Tensor, Scale]:
@@ -194,7 +194,7 @@ def _tensor(base: Base, name: str, scales: Mapping[str, str]) -> Tensor:
     if name in source.scales:
         return base.codes(name)[0]
     if name in scales:
-        return base.codes(scales[name])[1].values
+        return base.codes(scales[name])[1].stored()
     if name in source.inputs:
         return source.inputs[name]
     if name in source.placed.left_out:
@@ -223,7 +223,7 @@ def renamed(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple[dict
     for name, in_fp8 in base.names():
         if in_fp8:
             tensors[name], scale = base.codes(name)
-            made = Quantized(tensors[name], scale.values, source.inputs.get(source.scheme.input_of(name)))
+            made = Quantized(tensors[name], scale.stored(), source.inputs.get(source.scheme.input_of(name)))
             tensors |= tensors_of(layout, scheme, name, made)
             continue
         tensor = base.plain(name)

@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.functional import (
     cast_input,
     cast_weight,
@@ -215,6 +216,8 @@ def _misfit(weights: list[Tensor], gemms: list[Gemm], packed: bool) -> str | Non
     """Why these weights do not make a block; the last one is that of the second layer."""
     if any(isinstance(weight, DTensor) for weight in weights):
         return SHARDED
+    if any(is_frozen(weight) and not weight.content.has_both_orders for weight in weights):
+        return "dgrad takes the values of a weight, whose scales are for its rows"
     # weights may have been replaced since: run part by part, the layer whose input does not fit raises the error
     if any(weight.dim() != 2 for weight in weights):
         return "its weights do not fit together"

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fp8 import ops
-from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, power_of_2, scale_of_current
-from lightning_fp8.ops.blocks import square_amaxes
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, scale_of_current
+from lightning_fp8.ops.blocks import block_scale, square_amaxes
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format, dtype_name
 from lightning_fp8.ops.library import can_keep_copies
@@ -21,6 +22,8 @@ from lightning_fp8.ops.operand import CurrentScale, WeightSlot, by_columns
 from lightning_fp8.runtime.warn_once import warn_once
 
 _aten = torch.ops.aten
+# what a scale is for, by whether it is in E8M0
+_SCALED = {False: f"a matrix, for {BLOCK} x {BLOCK} or for a row", True: f"{e8m0.BLOCK} of a row or their squares"}
 
 
 @dataclass(eq=False)
@@ -35,12 +38,14 @@ class Content:
         format: the FP8 format of the payload.
         payload: ``[N, K] uint8``.
         scale_inv: ``float32``, ``[]`` for the whole weight, ``[ceil(N/128), ceil(K/128)]`` for blocks of 128 x 128, or
-            ``[N, 1]`` for rows.
+            ``[N, 1]`` for rows; in E8M0 ``uint8``, ``[N, ceil(K/32)]`` for 32 of a row, or ``[ceil(N/32), ceil(K/32)]``
+            for squares.
         is_frozen: whether there is no master, and no gradient.
         blocks: how each block of other values would be scaled, see :class:`~lightning_fp8.ops.operand.CurrentScale`;
             empty for one scale.
         largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
-            largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. None
+            largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. With
+            scales in E8M0, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same values. None
             for codes that came with their scales: their values are ``code * scale_inv``.
         payload_t: the payload by columns of a frozen weight, where a GPU's GEMMs have needed it; else None.
         changed: values in the shape of the weight, after a change in place to values that FP8 would round; then the
@@ -72,6 +77,11 @@ class Content:
     def has_own_codes(self) -> bool:
         """Whether it still holds the codes and scales that it came with; these are never rounded."""
         return self.is_frozen and self.largest is None and self.changed is None
+
+    @property
+    def has_both_orders(self) -> bool:
+        """Whether the codes and scales are those of the transposed weight too, so that dgrad multiplies with them."""
+        return e8m0.are_along_rows(self.scale_inv.mT, self.payload.mT) if self.scale_inv.dim() > 1 else True
 
     def take(self, values: Tensor, rounds: bool) -> None:
         """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are.
@@ -130,14 +140,16 @@ class Content:
         if self.largest is not None:
             # the inverse of `scale_inv` may differ in the last bit
             amax = self.largest.amax()
-            scale = scale_of_current(amax, self.format)
-            return amax, power_of_2(scale) if self.blocks == "power of 2" else scale
+            current = CurrentScale(blocks=self.blocks)
+            return amax, block_scale(amax, self.format, current)[0] if self.blocks else scale_of_current(amax, E4M3)
         # without its sign, a code is larger for a larger value
-        codes, scale_inv = self.payload & 0x7F, _as_matrices(self.scale_inv, self.payload)
+        codes, scale_inv, block = self.payload & 0x7F, _as_matrices(self.scale_inv, self.payload), BLOCK
+        if scale_inv.dtype == torch.uint8:
+            scale_inv, block = e8m0.values_of(scale_inv), e8m0.BLOCK
         for dim in (0, 1):
             size, count = codes.shape[dim], scale_inv.shape[dim]
             if count != size:
-                length = size if count == 1 else BLOCK
+                length = size if count == 1 else block
                 missing = torch.Size(-size % length if at == dim else other for at, other in enumerate(codes.shape))
                 codes = torch.cat((codes, codes.new_zeros(missing)), dim).unflatten(dim, (-1, length)).amax(dim + 1)
         amaxes = (codes.view(self.format.dtype).float() * scale_inv).flatten()
@@ -202,6 +214,9 @@ class Fp8Parameter(Tensor):
         content, payload = self.content, self.content.payload.contiguous()
         if content.payload_t is not None:
             return payload, content.payload_t
+        if not content.has_both_orders:
+            # dgrad takes the values
+            return payload, payload.mT
         has_scales = content.scale_inv.dim() > payload.dim() - 2
         if not (torch.is_grad_enabled() and needs_transposed_payload(payload.device, payload.shape, has_scales)):
             return payload, payload.mT
@@ -390,7 +405,8 @@ def from_codes(
     Args:
         codes: ``[N, K]``, or ``[E, N, K]`` for the matrices of several experts, uint8 or the dtype of the format.
         scale_inv: what each code is multiplied by: ``[]`` for a whole matrix, ``[ceil(N/128), ceil(K/128)]`` for blocks
-            of 128 x 128, or ``[N, 1]`` for rows; with a leading E for experts. Any floating-point dtype.
+            of 128 x 128, or ``[N, 1]`` for rows, of any floating-point dtype; in E8M0, ``uint8``, ``[N, ceil(K/32)]``,
+            kept as those of squares if they are, or ``[ceil(N/32), ceil(K/32)]``. With a leading E for experts.
         dtype: of the values: fp32, bf16 or fp16. The product is computed in fp32.
         name: the layer's name, for messages.
         k_by_n: whether the layer stores its weight as ``[K, N]``, or ``[E, K, N]``.
@@ -398,7 +414,7 @@ def from_codes(
 
     Raises:
         TypeError: for codes or a ``dtype`` of another dtype.
-        ValueError: for other shapes, and for scales that are not finite and above zero.
+        ValueError: for other shapes, and for scales that are not finite and above zero, or NaN in E8M0.
     """
     if codes.dtype not in (torch.uint8, format.dtype) or dtype not in CASTABLE_DTYPES:
         raise TypeError(
@@ -406,16 +422,24 @@ def from_codes(
             f" or float16; got {dtype_name(codes.dtype)} and {dtype_name(dtype)}."
         )
     *experts, n, k = codes.shape if codes.dim() in (2, 3) else (0, 0, 0)
-    shapes = [(*experts, *shape) for shape in ((), (-(-n // BLOCK), -(-k // BLOCK)), (n, 1))]
+    in_e8m0 = scale_inv.dtype == torch.uint8
+    down, across = (-(-size // (e8m0.BLOCK if in_e8m0 else BLOCK)) for size in (n, k))
+    of_matrix: list[tuple[int, ...]] = [(n, across), (down, across)] if in_e8m0 else [(), (down, across), (n, 1)]
+    shapes = [(*experts, *shape) for shape in of_matrix]
     if not codes.numel() or tuple(scale_inv.shape) not in shapes:
         raise ValueError(
             f"The FP8 codes of {name!r} must be [N, K] or [E, N, K], and not empty;"
-            f" their scales must be one for a matrix, for {BLOCK} x {BLOCK} or for a row: {str(shapes)[1:-1]}."
+            f" their scales must be one for {_SCALED[in_e8m0]}: {str(shapes)[1:-1]}."
             f" Got codes {tuple(codes.shape)} and scales {tuple(scale_inv.shape)}."
         )
-    exact = scale_inv.detach().to(torch.float32)
-    if not exact.is_meta and not bool((exact.isfinite() & (exact > 0)).all()):
-        raise ValueError(f"The scales of {name!r} must be finite and above zero: from {exact.min()} to {exact.max()}.")
+    exact = scale_inv.detach() if in_e8m0 else scale_inv.detach().to(torch.float32)
+    if not exact.is_meta:
+        numbers = e8m0.values_of(exact) if in_e8m0 else exact
+        if not bool((numbers.isfinite() & (numbers > 0)).all()):
+            raise ValueError(
+                f"The scales of {name!r} must be finite and above zero: from {numbers.min()} to {numbers.max()}."
+            )
+        exact = e8m0.of_squares(exact) if in_e8m0 and exact.shape[-2] == n else exact
     payload = codes.detach().contiguous().view(torch.uint8)
     return as_parameter(
         Content(dtype, k_by_n, format, payload, exact, is_frozen=True, name=name, scale_dtype=scale_inv.dtype)
@@ -437,8 +461,8 @@ def frozen(weight: Tensor, name: str, k_by_n: bool, blocks: str = "") -> nn.Para
 def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]:
     """A weight ``[N, K]`` -> payload ``[N, K] uint8``, its inverse scale and its amax, both ``[] float32``.
 
-    With ``blocks`` (see :class:`Content`) both are ``[ceil(N/128), ceil(K/128)]``. For ``[E, N, K]`` all have a leading
-    E.
+    With ``blocks`` the scales have the shape of :class:`Content`; so have the amaxes, but for those of blocks in E8M0.
+    For ``[E, N, K]`` all have a leading E.
     """
     if weight.dim() == 3:
         return tuple(map(torch.stack, zip(*(quantized(one, blocks) for one in weight))))  # type: ignore[return-value]
@@ -448,7 +472,10 @@ def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]
         slot = WeightSlot(index, E4M3.name, None, False, CurrentScale(blocks=blocks))
         cast_weight = ops.cast_weight_blocks if blocks else ops.cast_weight
         payload, _, scale_inv, *_ = cast_weight(weight, slot, "rows")
-        return payload, scale_inv, square_amaxes(weight) if blocks else max_abs(weight)
+        if not slot.current.in_e8m0:
+            return payload, scale_inv, square_amaxes(weight) if blocks else max_abs(weight)
+        codes = e8m0.from_tiles(scale_inv, len(payload), -(-payload.shape[1] // e8m0.BLOCK))
+        return payload, e8m0.of_squares(codes), max_abs(weight)
 
 
 def dequantized(
@@ -463,7 +490,7 @@ def dequantized(
         return out
     codes = payload.view(format.dtype).float()
     values = codes * by_element(scale_inv, codes)
-    if amax is not None:
+    if amax is not None and scale_inv.dtype != torch.uint8:
         values = torch.where(codes.abs() == format.max, codes.sign() * by_element(amax, codes), values)
     return values.to(dtype)
 

@@ -36,7 +36,7 @@ def fp8_only_operand(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) 
 
 def _note(gemm: Gemm, parameter: Fp8Parameter) -> None:
     # other values that are loaded are rounded as the recipe says
-    parameter.content.blocks = gemm.weight_scaling.without_master
+    parameter.content.blocks = gemm.weight_scaling.blocks
     weight = cast(Fp8Parameter, gemm.matrix(parameter))
     gemm.state.record_weight(gemm.slots["weight", True].index, *weight.content.amax_and_scale())
 
@@ -60,9 +60,7 @@ def free_masters(layer: Layer) -> None:
     for weight, gemms in gemms_by_weight(layer):
         first = gemms[0]
         fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
-        made = (
-            frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.without_master) if fp8_only else None
-        )
+        made = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.blocks) if fp8_only else None
         if made is not None:
             replace_weight(cast(nn.Module, layer), gemms, weight, made)
     for gemm, weight in layer.gemms():

@@ -18,6 +18,7 @@ from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
 from lightning_fp8.ops.library import can_keep_copies, is_watched, on_gpu
@@ -41,15 +42,17 @@ class Fp8Weight(NamedTuple):
     def rows(self, rows: slice, of: Gemm) -> Fp8Weight:
         """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block.
 
-        A weight without a master is never cast: such a slice of it has a scale for each 128 elements of a row.
+        A weight without a master is never cast: such a slice of it has a scale for each block of a row.
         """
         weight, operand = take_rows(self.weight, rows), self.operand
         if operand is None:
             return Fp8Weight(weight, None)
         if weight is self.weight:
             return self
-        splits_block = rows.start % BLOCK or rows.stop % BLOCK or operand.scale_inv.dtype == torch.uint8
-        if of.weight_scaling.blocks and splits_block and not isinstance(of.weight, Fp8Parameter):
+        in_tiles = operand.scale_inv.dtype == torch.uint8 and operand.scale_inv.dim() == 1
+        side = e8m0.BLOCK if operand.scale_inv.dtype == torch.uint8 else BLOCK
+        splits_block = in_tiles or rows.start % side or rows.stop % side
+        if of.weight_scaling.blocks and splits_block and not _is_fp8_only(of.weight):
             # without the state, which must keep the amax and scale of the whole weight
             slot = of.slots["weight", False]._replace(state=None)
             return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
@@ -61,11 +64,15 @@ class Fp8Weight(NamedTuple):
                 # a scale for each row says the same
                 scales = per_row(scales, len(self.weight))[rows]
             else:
-                scales = scales[rows.start // BLOCK : rows.stop // BLOCK]
+                scales = scales[rows.start // side : rows.stop // side]
             operand = operand._replace(scale_inv=scales, columns_scale_inv=scales.t())
         # without gradients the payload by columns may be empty
         columns = operand.by_columns[:, rows] if operand.by_columns.dim() == 2 else operand.by_columns
         return self._replace(weight=weight, operand=operand._replace(by_rows=operand.by_rows[rows], by_columns=columns))
+
+
+def _is_fp8_only(weight: Tensor | None) -> bool:
+    return isinstance(weight, Fp8Parameter) and weight.is_fp8
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:

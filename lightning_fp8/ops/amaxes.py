@@ -66,6 +66,8 @@ def power_of_2(scale: Tensor) -> Tensor:
 
 def per_row(scale: Tensor, rows: int) -> Tensor:
     """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
+    if scale.dtype == torch.uint8:
+        return e8m0.of_rows(scale, rows)
     return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
@@ -80,13 +82,15 @@ def per_block(scale: Tensor, x: Tensor) -> Tensor:
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
-    Along a dimension, there is one scale for all, one for each block, or one for each; or all are tiles in E8M0.
+    Along a dimension, there is one scale for all, one for each block, or one for each. Those in E8M0 are for blocks of
+    32, and may be in tiles.
     """
+    block = BLOCK
     if scale.dtype == torch.uint8:
-        return per_block(scale, x).repeat_interleave(e8m0.BLOCK, 1)[:, : x.shape[1]]
+        scale, block = e8m0.values_of(scale) if scale.dim() > 1 else per_block(scale, x), e8m0.BLOCK
     for dim, size in enumerate(x.shape if scale.dim() else ()):
         if scale.shape[dim] not in (1, size):
-            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
     return scale
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.activations import activation_gradient
+from lightning_fp8.ops.dequantize import exact_values
 from lightning_fp8.ops.operand import Columns, Fp8Tensor, Slot, nothing
 
 # (dy, h, activation, slot, layout, bias) -> payloads by rows and by columns, the scale_inv of each, column sums
@@ -29,6 +32,13 @@ def gradients_by(cast: Cast, product: Callable[..., Tensor]) -> Gradients:
         bias: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One cast, of which each product takes a part."""
+        w = w_fp8_t.payload
+        if w is not None and not e8m0.are_along_rows(w_fp8_t.scale_inv, w):
+            dy = dy if h is None else activation_gradient(h, dy, activation)
+            # made here, so that they exist for this product only
+            values = exact_values(w.t(), w_fp8_t.scale_inv.t(), w_fp8_t.format, dy.dtype).t()
+            rest = x_fp8_t, w_fp8_t._replace(payload=values), slot, dx_dtype, dw_dtype, bias
+            return gradients_in_part(linear_backward, dy, *rest)
         layout = gradient_layout(x_fp8_t, w_fp8_t)
         rows, columns, scale_inv, columns_scale_inv, db = cast(dy, h, activation, slot, layout, bias)
         fmt, gemm = slot.format, slot.gemm
@@ -45,6 +55,32 @@ def gradients_by(cast: Cast, product: Callable[..., Tensor]) -> Gradients:
         return dx, dw, db
 
     return linear_backward
+
+
+def gradients_in_part(
+    linear_backward: Gradients,
+    dy: Tensor,
+    x: Columns,
+    w: Columns,
+    slot: Slot,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of ``linear_backward`` where one or both of the products are not in FP8."""
+    in_fp8 = [kept if kept.payload is not None and kept.payload.dtype == torch.uint8 else None for kept in (x, w)]
+    if any(in_fp8):
+        of_x, of_w = (kept or other._replace(payload=None) for kept, other in zip(in_fp8, (x, w), strict=True))
+        dx, dw, db = linear_backward(dy, None, "none", of_x, of_w, slot, dx_dtype, dw_dtype, bias)
+    else:
+        # dy is not cast then, and no amax is recorded
+        dx, dw = nothing(dy, dx_dtype), dy.new_empty(dy.shape[1], 0, dtype=dw_dtype)
+        db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+    if w.payload is not None and in_fp8[1] is None:
+        dx = torch.mm(dy, w.payload.t()).to(dx_dtype)
+    if x.payload is not None and in_fp8[0] is None:
+        dw = torch.mm(dy.t(), x.payload.t()).to(dw_dtype)
+    return dx, dw, db
 
 
 def gradient_layout(x: Columns, w: Columns) -> str:

@@ -1,10 +1,11 @@
-"""The values of FP8 codes on the CPU, in fp32: exact, but for a power of two."""
+"""The values of FP8 codes: on the CPU in fp32, exact, but for a power of two."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Operand
@@ -38,6 +39,21 @@ def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
     """``code * scale_inv`` in fp32; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
     # two factors: their product may overflow
     return dequantize(payload, format).mul_(DEQUANTIZED_SHIFT[format]).mul_(by_element(scale_inv, payload))
+
+
+def exact_values(payload: Tensor, scale_inv: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    """``code * 2**k`` of ``[N, K]`` with a scale in E8M0 for every 32 of each row, on any device.
+
+    In bf16 and fp32 without rounding, except in bf16 below ``2**-126``, where its subnormal numbers end at ``2**-133``.
+    No temporary has more bytes than the result, unless that is in fp16.
+    """
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    values, powers = payload.view(FORMATS[format].dtype).to(wide), e8m0.values_of(scale_inv).to(wide)
+    blocks = payload.shape[1] // e8m0.BLOCK
+    whole = blocks * e8m0.BLOCK
+    values[:, :whole].unflatten(1, (blocks, e8m0.BLOCK)).mul_(powers[:, :blocks, None])
+    values[:, whole:].mul_(powers[:, blocks:])
+    return values.to(dtype)
 
 
 def keep_values(operand: Fp8Operand) -> None:

@@ -93,3 +93,23 @@ def codes_of_powers(values: Tensor) -> Tensor:
 def squares_to_tiles(codes: Tensor) -> Tensor:
     """:func:`to_tiles` of squares ``[ceil(rows/32), blocks]``, each of whose codes is that of 32 rows."""
     return to_tiles(codes.repeat_interleave(BLOCK, 0))
+
+
+def of_rows(codes: Tensor, rows: int) -> Tensor:
+    """Codes ``[*, rows, blocks]`` of those of each row, or of squares ``[*, ceil(rows/32), blocks]``."""
+    return codes if codes.shape[-2] == rows else codes.repeat_interleave(BLOCK, -2)[..., :rows, :]
+
+
+def of_squares(codes: Tensor) -> Tensor:
+    """Codes ``[*, rows, blocks]`` as those of squares ``[*, ceil(rows/32), blocks]``; unchanged if they differ in one.
+
+    Squares have the same codes in both orders of a weight. Waits for a GPU.
+    """
+    first = codes[..., ::BLOCK, :].contiguous()
+    return first if torch.equal(of_rows(first, codes.shape[-2]), codes) else codes
+
+
+def are_along_rows(scale_inv: Tensor, payload: Tensor) -> bool:
+    """Whether a product can sum over the rows of this payload in blocks: not with codes ``[K/32, N]`` of ``[K, N]``."""
+    is_matrix = scale_inv.dtype == torch.uint8 and scale_inv.dim() > 1
+    return not is_matrix or scale_inv.shape[-1] == _tiles(payload.shape[-1], BLOCK)

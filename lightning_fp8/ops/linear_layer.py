@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.ops import blocks, library, reference
+from lightning_fp8.ops.backward import gradients_in_part
 from lightning_fp8.ops.basic import scaled_mm
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.library import Differentiable, define, direct_apply, implement, implement_differentiable
@@ -26,7 +27,8 @@ _LINEAR = define(
 )
 # linear_backward: dy [M, N] -> (dx [M, K] from dgrad, dw [N, K] from wgrad, db [N] float32, the column sum of dy).
 #   Without the payload of w there is no dgrad, without that of x no wgrad, without `bias` no sum: their results are
-#   empty. If h [M, N] is given, dy is the gradient of activation(h), and the gradient of h is used in its place.
+#   empty. If h [M, N] is given, dy is the gradient of activation(h), and the gradient of h is used in its place. Where
+#   w has scales in E8M0 along K alone, dgrad multiplies dy, which is not cast for it, by the values of w in its dtype.
 _LINEAR_BACKWARD = define(
     "linear_backward(Tensor dy, Tensor? h, str activation, Columns x_fp8_t, Columns w_fp8_t, Slot slot, "
     "ScalarType dx_dtype, ScalarType dw_dtype, bool bias) -> (Tensor, Tensor, Tensor)"
@@ -135,9 +137,8 @@ def _linear_backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     is_fp8 = (x_t is None or x_t.dtype == torch.uint8) and (w_t is None or w_t.dtype == torch.uint8)
     x, w = Columns(x_t, x_scale_inv, x_format), Columns(w_t, w_scale_inv, w_format)
-    dx, dw, db = (linear_backward if is_fp8 else _gradients_in_part)(
-        dy if dy.dim() == 2 else in_rows(dy), None, "none", x, w, slot, x_dtype, weight_dtype, needs_bias
-    )
+    dy, rest = dy if dy.dim() == 2 else in_rows(dy), (x, w, slot, x_dtype, weight_dtype, needs_bias)
+    dx, dw, db = linear_backward(dy, None, "none", *rest) if is_fp8 else gradients_in_part(linear_backward, dy, *rest)
     return (
         (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
         dw if needs_weight else None,
@@ -148,33 +149,6 @@ def _linear_backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         None,
         None,
     )
-
-
-def _gradients_in_part(
-    dy: Tensor,
-    h: None,
-    activation: str,
-    x: Columns,
-    w: Columns,
-    slot: Slot,
-    dx_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of ``linear_backward`` where one or both of the products are not in FP8."""
-    in_fp8 = [kept if kept.payload is not None and kept.payload.dtype == torch.uint8 else None for kept in (x, w)]
-    if any(in_fp8):
-        of_x, of_w = (kept or other._replace(payload=None) for kept, other in zip(in_fp8, (x, w), strict=True))
-        dx, dw, db = linear_backward(dy, h, activation, of_x, of_w, slot, dx_dtype, dw_dtype, bias)
-    else:
-        # dy is not cast then, and no amax is recorded
-        dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
-        db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
-    if w.payload is not None and in_fp8[1] is None:
-        dx = torch.mm(dy, w.payload.t()).to(dx_dtype)
-    if x.payload is not None and in_fp8[0] is None:
-        dw = torch.mm(dy.t(), x.payload.t()).to(dw_dtype)
-    return dx, dw, db
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -95,7 +95,9 @@ class Fp8Tensor(NamedTuple):
         scale_inv: ``[] float32``, or with a number of scales for each dimension: one for all, one for every 128, or one
             for each. Blocks are ``[M, ceil(K/128)]``, 128 elements along a row, and ``[ceil(M/128), ceil(K/128)]``,
             squares; a weight may have ``[M, 1]``, one for each row, and by columns ``[1, K]``. Those in E8M0, for every
-            32 elements along a row, are ``[*] uint8`` in the order of :func:`lightning_fp8.ops.e8m0.to_tiles`.
+            32 elements along a row, are ``[*] uint8`` in the order of :func:`lightning_fp8.ops.e8m0.to_tiles`. A weight
+            without a master has matrices of them: ``[M, ceil(K/32)]``, squares ``[ceil(M/32), ceil(K/32)]``, or, of the
+            former by columns, ``[ceil(M/32), K]``: over such rows no product sums in blocks.
         format: ``"e4m3"`` or ``"e5m2"``.
     """
 
@@ -182,11 +184,6 @@ class CurrentScale(NamedTuple):
     def squares(self) -> bool:
         """Whether squares of a weight have scales."""
         return bool(self.blocks) and BLOCKS[self.blocks].squares
-
-    @property
-    def without_master(self) -> str:
-        """The blocks of a weight that is kept in FP8 only: both of its payloads have the same codes."""
-        return "float32" if self.in_e8m0 else self.blocks
 
     @property
     def adjusts_amax(self) -> bool:

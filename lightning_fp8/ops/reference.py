@@ -147,6 +147,7 @@ def are_in_blocks(*operands: Fp8Tensor) -> bool:
     k = min(operand.payload.shape[1] for operand in operands)
     return all(
         one.scale_inv.dim() == 2
+        and one.scale_inv.dtype == torch.float32
         and one.scale_inv.shape[1] == -(-k // BLOCK)
         and len(one.scale_inv) in (len(one.payload), -(-len(one.payload) // BLOCK))
         for one in operands

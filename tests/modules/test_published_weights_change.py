@@ -21,6 +21,7 @@ from lightning_fp8 import (
     CurrentScaling,
     DelayedScaling,
     Fp8Precision,
+    MXScaling,
     convert,
     describe,
     scaling_state,
@@ -177,7 +178,16 @@ def test_merges(kind: str) -> None:
     assert not model[0].weight.content.has_own_codes
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [("tensor", DelayedScaling()), ("blocks", BlockScaling())])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [
+        ("tensor", DelayedScaling()),
+        ("blocks", BlockScaling()),
+        ("mx", MXScaling()),
+        ("squares", MXScaling()),
+        ("mx", CurrentScaling()),
+    ],
+)
 def test_compiled(kind: str, recipe: Recipe) -> None:
     model = model_of(kind, torch.float32, recipe)
     compiled, found = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True), []
@@ -209,7 +219,7 @@ def test_masters_and_plain_layers(kind: str) -> None:
     model = model_of(kind)
     codes, scale_inv = held(model)
     values = torch.from_numpy(in_numpy(codes, scale_inv)).bfloat16()
-    assert describe(model)[0].reason.endswith("weight in FP8 only")
+    assert describe(model)[0].reason.endswith("dgrad in bf16 with its values" if kind == "mx" else "weight in FP8 only")
     with pytest.warns(UserWarning, match="1 weights were kept in the FP8 codes that they came in, 'weight' the first"):
         plain = unconvert(copy.deepcopy(model))
     assert type(plain[0].weight) is nn.Parameter

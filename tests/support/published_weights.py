@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 from fp8_numpy import DEFINITIONS, cast_in_blocks, code_values, saturating_cast
+from mx_numpy import in_mx
 from torch import Tensor, nn
 
 from lightning_fp8.modules.fp8_parameter import from_codes
 from lightning_fp8.scaling.recipe import Recipe
 
-KINDS = ("tensor", "blocks", "rows")
+# the last two in E8M0: for 32 of a row, and for squares of 32 x 32
+KINDS = ("tensor", "blocks", "rows", "mx", "squares")
 
 
 def published(kind: str, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -21,6 +23,9 @@ def published(kind: str, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.int16).to(torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0x7E
     *experts, n, k = shape
+    if kind in ("mx", "squares"):
+        sizes = *experts, n if kind == "mx" else -(-n // 32), -(-k // 32)
+        return codes, torch.randint(105, 112, sizes, generator=generator, dtype=torch.uint8)
     of_matrix = {"tensor": (), "blocks": (-(-n // 128), -(-k // 128)), "rows": (n, 1)}[kind]
     scale_inv = 2.0 ** (6 * torch.rand((*experts, *of_matrix), generator=generator)) * 1.3e-5
     return codes, scale_inv
@@ -29,11 +34,20 @@ def published(kind: str, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def in_numpy(codes: Tensor, scale_inv: Tensor) -> np.ndarray:
     """``code * scale`` in fp32, in the shape of the codes, element by element."""
     scales, (*_, n, k) = scale_inv.float().numpy(), codes.shape
-    if scales.ndim == codes.dim() - 2:
+    if scale_inv.dtype == torch.uint8:
+        down = 1 if scales.shape[-2] == n else 32
+        scales = np.exp2(scales - 127).repeat(down, -2)[..., :n, :].repeat(32, -1)[..., :k]
+    elif scales.ndim == codes.dim() - 2:
         scales = scales[..., None, None]
     elif scales.shape[-2:] != (n, 1):
         scales = scales.repeat(128, -2)[..., :n, :].repeat(128, -1)[..., :k]
     return code_values("e4m3").astype(np.float32)[codes.numpy()] * scales
+
+
+def gradient_in_numpy(dy: Tensor, recipe: Recipe, kind: str) -> np.ndarray:
+    """The gradient ``[M, N]`` as dgrad takes it: without a cast if no blocks of the weight are along N."""
+    is_cast = kind != "mx" or dy.shape[1] == 1
+    return cast_in_numpy(dy, recipe, "grad_output") if is_cast else dy.double().numpy()
 
 
 def with_codes(
@@ -54,6 +68,8 @@ def with_codes(
 def cast_in_numpy(x: Tensor, recipe: Recipe, role: str) -> np.ndarray:
     """x ``[M, K]`` as a product takes it that sums over K, scaled by its own values, in fp64."""
     fmt, values = recipe.format_of(role).name, x.detach().float().numpy()  # type: ignore[arg-type]
+    if recipe.current.in_e8m0:
+        return in_mx(x)
     if recipe.current.blocks:
         codes, scale_inv = cast_in_blocks(values, fmt, 1)
         scale = scale_inv.astype(np.float64).repeat(128, 1)[:, : x.shape[1]]

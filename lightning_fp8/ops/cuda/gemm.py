@@ -103,7 +103,13 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
 
 
 def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
-    """:func:`scaled_mm` where both operands have scales in E8M0."""
+    """:func:`scaled_mm` where both operands have scales in E8M0, those of a weight without a master in a matrix.
+
+    Such a weight runs on dequantized values where there is no product in MX; to train others is refused there.
+    """
+    if max(a.scale_inv.dim(), b.scale_inv.dim()) > 1 and not plain.has_mx(a.payload.device):
+        return plain.scaled_mm_dequantized(a, b, bias, output)
+    a, b = plain.in_tiles(a), plain.in_tiles(b)
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k, True)
     found = kernels.kernels_of(choice, device, a.format, b.format, output, False, 1)

@@ -29,6 +29,8 @@ from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in
 from lightning_fp8.runtime.device import is_capturing
 from lightning_fp8.runtime.warn_once import warn_once
 
+# the first compute capability whose tensor cores take scales in E8M0
+_MX = (10, 0)
 __all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
 
 
@@ -168,6 +170,18 @@ def product_of_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: to
     return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
 
 
+def in_tiles(operand: Fp8Tensor) -> Fp8Tensor:
+    """An operand in MX whose scales may be in a matrix, with the tiles that products read."""
+    if operand.scale_inv.dim() == 1:
+        return operand
+    return operand._replace(scale_inv=e8m0.to_tiles(e8m0.of_rows(operand.scale_inv, len(operand.payload))))
+
+
+def has_mx(device: torch.device) -> bool:
+    """Whether the tensor cores of a GPU multiply operands in MX; a CPU stands in for one."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _MX
+
+
 def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
     """The codes of an operand with both sizes padded with zeros, K to whole blocks and rows to a ``multiple``."""
     payload = operand.payload
@@ -203,7 +217,7 @@ def check_mx(capability: tuple[int, int]) -> None:
 
     Source: cuBLAS, "Scaling Mode Support Overview", where 32-element 1D block scaling has compute capability 10.0+.
     """
-    if capability < (10, 0):
+    if capability < _MX:
         raise RuntimeError(
             "fp8-mx has no product here: it needs tensor cores that take a scale for every 32 elements, as those of"
             " compute capability 10.0 and newer (Blackwell: B200, B300, RTX 50 series), got"
