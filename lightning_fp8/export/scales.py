@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightning_fp8 import ops
 from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 from lightning_fp8.export.published import COMPRESSED_TENSORS, Layout, Quantized
 from lightning_fp8.export.scheme import Kind, Scheme
-from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
+from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter, is_held
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops import e8m0
@@ -96,11 +96,6 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-def is_held(weight: Tensor) -> TypeGuard[Fp8Parameter]:
-    """Whether a weight exists in FP8 only, and has not been changed since."""
-    return isinstance(weight, Fp8Parameter) and weight.is_fp8
-
-
 def kind_of(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
     if weight.content.scale_inv.dtype == torch.uint8:
@@ -110,19 +105,21 @@ def kind_of(weight: Fp8Parameter) -> Kind:
     return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
 
 
-def scales_of(content: Content) -> Tensor:
-    """The scales of a weight that is held in FP8, in the shape of their kind."""
-    in_e8m0 = content.scale_inv.dtype == torch.uint8
-    return e8m0.of_rows(content.scale_inv, content.payload.shape[-2]) if in_e8m0 else content.scale_inv
+def as_stored(content: Content) -> tuple[Tensor, Tensor]:
+    """The codes of a weight that is held in FP8, in its own shape, and its scales, in the shape of their kind."""
+    codes, scale_inv = content.payload, content.scale_inv
+    scale_inv = e8m0.of_rows(scale_inv, codes.shape[-2]) if scale_inv.dtype == torch.uint8 else scale_inv
+    if not content.k_by_n:
+        return codes, scale_inv
+    return codes.mT, scale_inv.mT if scale_inv.dim() > 1 else scale_inv
 
 
 def quantized(weight: Tensor, plan: Plan) -> Quantized:
     """The codes and scales of a weight, as its file will hold them."""
     of_input = None if plan.input is None else plan.input.reciprocal()
     if is_held(weight):
-        content = weight.content
-        codes = content.payload.t() if content.k_by_n else content.payload
-        return Quantized(codes.contiguous().cpu().view(E4M3.dtype), scales_of(content).cpu(), of_input)
+        codes, scale_inv = (one.contiguous().cpu() for one in as_stored(weight.content))
+        return Quantized(codes.view(E4M3.dtype), scale_inv, of_input)
     if plan.weight is not None:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
@@ -141,9 +138,14 @@ def in_whole_blocks(
 ) -> dict[str, Plan | None]:
     """Leave out weights with incomplete blocks, or groups: readers may compute their size from the number of scales.
 
-    Those in ``plain`` are not written in FP8 in any case. A weight that exists in FP8 only keeps its blocks.
+    Those in ``plain`` are not written in FP8 in any case. A weight that exists in FP8 only keeps its blocks, but not
+    its groups, of which readers of that layout take no incomplete ones.
     """
-    kinds = {name: plan.kind for name, plan in plans.items() if plan is not None and not is_held(tensors[name])}
+    kinds = {
+        name: plan.kind
+        for name, plan in plans.items()
+        if plan is not None and (plan.kind == "group" or not is_held(tensors[name]))
+    }
     groups, blocks = ([name for name, of in kinds.items() if of == kind] for kind in ("group", "block"))
     left = [name for name in groups if tensors[name].shape[-1] % e8m0.BLOCK]
     left += [name for name in blocks if not layout.ragged and any(size % BLOCK for size in tensors[name].shape)]

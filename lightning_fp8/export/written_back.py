@@ -27,10 +27,10 @@ from lightning_fp8.export.published import (
     quantization_config,
     tensors_of,
 )
-from lightning_fp8.export.scales import check_finite, scales_of
+from lightning_fp8.export.scales import as_stored, check_finite
 from lightning_fp8.export.shards import header_of
 from lightning_fp8.export.values import Scale, in_grid, rounded
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_held
 from lightning_fp8.ops.formats import E4M3, dtype_name
 
 Write = Callable[[Path], None]
@@ -80,12 +80,9 @@ class Base:
     def _unchanged(self, piece: Piece, scale: Scale) -> Tensor | None:
         """The codes of a part of a weight; None if they or their scale are not those of the checkpoint any more."""
         weight = self._own[piece.target]
-        if not isinstance(weight, Fp8Parameter) or not weight.is_fp8 or weight.content.largest is not None:
+        if not is_held(weight) or weight.content.largest is not None:
             return None
-        content, shape = weight.content, tuple(weight.shape)
-        payload, scale_inv = (
-            one.mT if content.k_by_n and one.dim() > 1 else one for one in (content.payload, scales_of(content))
-        )
+        (payload, scale_inv), shape = as_stored(weight.content), tuple(weight.shape)
         there, here = (
             in_grid(index, scale.kind, size)
             for index, size in ((piece.of, self.source.shards.stored[piece.name].shape), (piece.at, shape))

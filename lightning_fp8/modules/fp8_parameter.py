@@ -81,7 +81,9 @@ class Content:
     @property
     def has_both_orders(self) -> bool:
         """Whether the codes and scales are those of the transposed weight too, so that dgrad multiplies with them."""
-        return e8m0.are_along_rows(self.scale_inv.mT, self.payload.mT) if self.scale_inv.dim() > 1 else True
+        if self.changed is not None or self.scale_inv.dim() < 2:
+            return True
+        return e8m0.are_along_rows(self.scale_inv.mT, self.payload.mT)
 
     def take(self, values: Tensor, rounds: bool) -> None:
         """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are.
@@ -385,6 +387,11 @@ def _without_memory(weight: Tensor) -> Tensor:
 def is_frozen(weight: object) -> TypeGuard[Fp8Parameter]:
     """Whether a weight has no master and no gradient; a gathered one has both, in its shards."""
     return isinstance(weight, Fp8Parameter) and weight.content.is_frozen
+
+
+def is_held(weight: object) -> TypeGuard[Fp8Parameter]:
+    """Whether a weight exists in FP8 only, and has not been changed since."""
+    return isinstance(weight, Fp8Parameter) and weight.is_fp8
 
 
 def as_parameter(content: Content) -> nn.Parameter:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
 from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
@@ -52,7 +52,7 @@ class Fp8Weight(NamedTuple):
         in_tiles = operand.scale_inv.dtype == torch.uint8 and operand.scale_inv.dim() == 1
         side = e8m0.BLOCK if operand.scale_inv.dtype == torch.uint8 else BLOCK
         splits_block = in_tiles or rows.start % side or rows.stop % side
-        if of.weight_scaling.blocks and splits_block and not _is_fp8_only(of.weight):
+        if of.weight_scaling.blocks and splits_block and not is_held(of.weight):
             # without the state, which must keep the amax and scale of the whole weight
             slot = of.slots["weight", False]._replace(state=None)
             return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
@@ -69,10 +69,6 @@ class Fp8Weight(NamedTuple):
         # without gradients the payload by columns may be empty
         columns = operand.by_columns[:, rows] if operand.by_columns.dim() == 2 else operand.by_columns
         return self._replace(weight=weight, operand=operand._replace(by_rows=operand.by_rows[rows], by_columns=columns))
-
-
-def _is_fp8_only(weight: Tensor | None) -> bool:
-    return isinstance(weight, Fp8Parameter) and weight.is_fp8
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:
@@ -108,7 +104,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
-    if isinstance(parameter, Fp8Parameter) and parameter.is_fp8:
+    if is_held(parameter):
         return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
     if kept.fp8_only or is_frozen(parameter):
         parameter = with_master(gemm, parameter)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from frozen_models import ADAPTERS, on_frozen_base
 from safetensors.torch import load_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import convert, export, fall_back, load_exported, scaling_state
+from lightning_fp8 import BlockScaling, MXScaling, convert, export, fall_back, load_exported, scaling_state
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.scaling.recipe import Recipe
 
 
 def test_payloads_are_written_and_read_as_they_are(tmp_path: Path) -> None:
@@ -52,3 +56,34 @@ def test_weights_that_are_plain_in_the_file(tmp_path: Path) -> None:
     # a changed weight is rounded with its own scale
     scale = 448 / merged.dequantized().abs().max()
     assert saved["mlp.2.weight_scale"].equal(scale.reciprocal())
+
+
+@pytest.mark.filterwarnings("ignore:export. 1 weights are written as they are")
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling(), MXScaling(weight_blocks=(32, 32))], ids=repr)
+def test_blocks_are_those_of_masters(recipe: Recipe, tmp_path: Path) -> None:
+    for how in ("master", "fp8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 80), nn.Linear(80, 256)).requires_grad_(False)
+        with torch.no_grad():
+            model[0].weight *= torch.logspace(-3, 1, 128)[:, None]
+        convert(model, recipe, frozen_weights=how)
+        export(model, tmp_path / how, layout="compressed-tensors")
+    masters, held = (load_file(tmp_path / how / "model.safetensors") for how in ("master", "fp8"))
+    assert list(masters) == list(held)
+    if recipe.current.in_e8m0:
+        # readers take no groups that are not whole: the third weight is plain
+        assert held.pop("2.weight").equal(model[2].weight.dequantized())
+    assert all(
+        one.dtype == masters[name].dtype and one.float().equal(masters[name].float()) for name, one in held.items()
+    )
+
+
+def test_blocks_of_a_weight_that_is_stored_transposed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Conv1D(300, 136)).requires_grad_(False), torch.randn(3, 136)
+    model[0].weight[:, :128] *= 30
+    expected = convert(model, BlockScaling(), frozen_weights="fp8").eval()(x)
+    export(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["0.weight_scale_inv"].shape == (2, 3)
+    for frozen in (False, True):
+        assert load_exported(nn.Sequential(Conv1D(300, 136)), tmp_path, frozen=frozen)(x).equal(expected)

@@ -20,6 +20,7 @@ from fp8_checkpoints import (
     MODELOPT,
     cast,
     compressed_tensors,
+    in_mxfp8,
     model_of,
     published,
     quantized,
@@ -28,6 +29,7 @@ from fp8_checkpoints import (
 from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, load_exported, scaling_state
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
@@ -179,16 +181,6 @@ def changed(part: str, **change: Any) -> dict[str, Any]:
     return config
 
 
-def in_mxfp8(inputs: dict[str, Any] | None = None, weights: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A config of MXFP8, with changes."""
-    config = compressed_tensors("group", True, format="mxfp8-quantized")
-    group = config["config_groups"]["group_0"]
-    changes = {"group_size": 32, "scale_dtype": "torch.uint8"}
-    group["weights"] |= {**changes, **(weights or {})}
-    group["input_activations"] |= {**changes, "strategy": "group", **(inputs or {})}
-    return config
-
-
 CONFIGS: dict[str, tuple[Any, str]] = {
     "int8": (
         changed("weights", type="int"),
@@ -250,6 +242,15 @@ def test_what_is_not_read(what: str, tmp_path: Path) -> None:
     config, message = CONFIGS[what]
     write(tmp_path, in_file(small_mlp(), "block", "_scale", "input_scale", torch.float32), config)
     refused(small_mlp(), tmp_path, message)
+
+
+def test_groups_of_a_weight_that_is_stored_transposed(tmp_path: Path) -> None:
+    """They are along the outputs of the layer, over which fprop does not sum."""
+    held = quantized({"0.weight": torch.randn(64, 96)}, "group", "weight_scale")
+    write(tmp_path, {**held.tensors, "0.bias": torch.zeros(96)}, in_mxfp8())
+    refused(nn.Sequential(Conv1D(96, 64)), tmp_path, r"no scales of the weight can be made.* 0\.weight", frozen=True)
+    model: Any = load_exported(nn.Sequential(Conv1D(96, 64)), tmp_path)
+    assert np.array_equal(model[0].weight.detach().numpy(), held.values["0.weight"])
 
 
 def test_groups_with_scales_of_several_kinds(tmp_path: Path) -> None:

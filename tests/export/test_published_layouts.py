@@ -14,7 +14,8 @@ import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from exported import quantization, rewrite, tensors_of, trained
+from exported import quantization, refused, rewrite, tensors_of, trained
+from frozen_models import frozen_weights
 from mx_numpy import in_mx
 from torch import Tensor, nn
 
@@ -248,6 +249,24 @@ def test_mxfp8_is_read_back(kind: str, tmp_path: Path) -> None:
     for name in in_fp8(model):
         values = (in_groups(one[name], one[f"{name}_scale"]) for one in (saved, again))
         assert np.array_equal(*values)
+    # without masters: the same outputs, and the same bytes, also by a copy, which does not know the file
+    held = load_exported(llama(RAGGED), tmp_path, frozen=True)
+    assert [weight.content.has_both_orders for weight in frozen_weights(held).values()] == [kind == "squares"] * 13
+    with torch.no_grad():
+        assert torch.equal(held(IDS).logits, outputs)
+    export(held, tmp_path / "held", layout="compressed-tensors")
+    assert [one.read_bytes() for one in sorted((tmp_path / "held").iterdir())] == [
+        one.read_bytes() for one in sorted(tmp_path.iterdir()) if one.is_file()
+    ]
+    export(copy.deepcopy(held), tmp_path / "copy", layout="compressed-tensors")
+    assert_same_bytes(tensors_of(tmp_path / "copy"), saved)
+
+
+def assert_same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert found[name].dtype == one.dtype
+        assert torch.equal(found[name].view(torch.uint8), one.view(torch.uint8))
 
 
 def test_mxfp8_in_squares_of_a_file_that_has_none(tmp_path: Path) -> None:
@@ -280,22 +299,27 @@ def test_what_mxfp8_has_no_place_for(tmp_path: Path) -> None:
     saved = tensors_of(tmp_path)
     # of zeros
     assert not saved["0.weight_scale"][:, 1].any()
-    plain = [nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64), nn.Linear(64, 16)) for _ in range(3)]
+    plain = [nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64), nn.Linear(64, 16)) for _ in range(2)]
     load_exported(plain[0], tmp_path)
     assert torch.equal(plain[0][0].weight[:, 32:], torch.zeros(48, 32))
-    with pytest.raises(ValueError, match=r"is in MXFP8.*without `frozen`"):
-        load_exported(plain[1], tmp_path, frozen=True)
     with pytest.raises(ValueError, match=r"converted with BlockScaling.*has a scale for each group"):
         load_exported(convert(copy.deepcopy(plain[1]), BlockScaling()), tmp_path)
     # NaN in E8M0
     saved["2.weight_scale"][3, 1] = 255
     rewrite(tmp_path, saved)
-    with pytest.raises(ValueError, match=r"must be a number from 2\*\*-127 to 2\*\*127: 2\.weight_scale \(nan\)"):
-        load_exported(plain[1], tmp_path)
-    saved["2.weight_scale"] = saved["2.weight_scale"].float()
-    rewrite(tmp_path, saved)
-    with pytest.raises(ValueError, match=r"lack their scales as a matrix in uint8.*weight_scale \(\(16, 2\) float32\)"):
-        load_exported(plain[2], tmp_path)
+    scale, lacks = saved["2.weight_scale"], r"lack their scales as a matrix in uint8.*2\.weight_scale"
+    damaged = [
+        ({}, r"must be a number from 2\*\*-127 to 2\*\*127: 2\.weight_scale \(nan\)"),
+        ({"2.weight_scale": scale.float()}, rf"{lacks} \(\(16, 2\) float32\)"),
+        ({"2.weight_scale": scale[:, :1]}, rf"{lacks} \(\(16, 1\) uint8\)"),
+        ({"2.weight_scale": scale[:1]}, rf"{lacks} \(\(1, 2\) uint8\)"),
+        ({"2.weight_scale": torch.full_like(scale, 250)}, r"do not keep the values of the file in the model's dtype"),
+        ({"2.weight": torch.full((16, 64), float("nan")).to(torch.float8_e4m3fn), "2.weight_scale": scale * 0}, "NaN"),
+    ]
+    for changes, message in damaged:
+        rewrite(tmp_path, {**saved, **changes})
+        for frozen in (False, True):
+            refused(plain[1], tmp_path, message, frozen=frozen)
 
 
 def in_a_step(model: nn.Module, recipe: Recipe, *shape: int) -> nn.Module:

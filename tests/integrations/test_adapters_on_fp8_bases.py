@@ -23,6 +23,7 @@ from lightning_fp8 import (
     CurrentScaling,
     DelayedScaling,
     Fp8Precision,
+    MXScaling,
     convert,
     export,
     load_exported,
@@ -31,7 +32,7 @@ from lightning_fp8 import (
 from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.scaling.recipe import Recipe
 
-RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling()}
+RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling(), "mx": MXScaling()}
 STEPS, RATE = 50, 2e-3
 # sequences that can be learned: each token follows from the one before it
 TOKENS = (torch.arange(16) * 7 + torch.arange(4 * STEPS)[:, None] * 5) % 96
@@ -177,6 +178,8 @@ RUNS = [
     ("Trainer", "block", "block"),
     ("Fabric", "block", "delayed"),
     ("transformers", "tensor", "current"),
+    ("by hand", "group", "current"),
+    ("Trainer", "group", "mx"),
 ]
 
 
@@ -203,9 +206,10 @@ def test_losses_of_fifty_steps(
         assert torch.equal(weight.scale_inv, before[name][1])
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(bases: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["block", "group"])
+def test_a_resumed_run_is_the_uninterrupted_one(kind: str, bases: Any, tmp_path: Path) -> None:
     """A checkpoint has the values of the base in bf16: loaded into another base, its codes and scales come back."""
-    folder, recipe = bases["block"][0], BlockScaling()
+    folder, recipe = bases[kind][0], RECIPES["mx" if kind == "group" else "block"]
     # one batch: where an epoch goes on is Lightning's matter
     whole = Tuning(on_base(folder, recipe), 4)
     fit(whole, tmp_path, plugin(whole.model), 6)
@@ -248,7 +252,7 @@ def test_a_resumed_run_of_transformers_is_the_uninterrupted_one(bases: Any, tmp_
         assert torch.equal(one.data.float(), other.data.float())
 
 
-@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize("kind", ["row", "block", "group"])
 def test_adapters_are_saved_alone_and_a_merge_says_what_it_rounds(kind: str, bases: Any, tmp_path: Path) -> None:
     folder, values = bases[kind]
     model = on_base(folder, CurrentScaling())
@@ -289,8 +293,9 @@ def test_adapters_are_saved_alone_and_a_merge_says_what_it_rounds(kind: str, bas
     )
 
 
-def test_an_unloaded_base_is_written_back(bases: Any, tmp_path: Path) -> None:
-    folder, _ = bases["block"]
+@pytest.mark.parametrize("kind", ["block", "group"])
+def test_an_unloaded_base_is_written_back(kind: str, bases: Any, tmp_path: Path) -> None:
+    folder, _ = bases[kind]
     model = on_base(folder, DelayedScaling())
     by_hand(model, tmp_path, 2)
     export(model.unload(), tmp_path / "out")

@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_checkpoints import HF_FP8, HF_PER_TENSOR, compressed_tensors, in_linear, model_of, quantized, write
+from fp8_checkpoints import (
+    HF_FP8,
+    HF_PER_TENSOR,
+    compressed_tensors,
+    in_linear,
+    in_mxfp8,
+    model_of,
+    quantized,
+    values_in_mx,
+    write,
+)
 from fp8_numpy import code_values
 from torch import Tensor
 
-KINDS = ("tensor", "row", "block")
+KINDS = ("tensor", "row", "block", "group")
 STRATEGIES = {"tensor": "tensor", "row": "channel", "block": "block"}
 
 
@@ -20,7 +30,9 @@ def llama(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
 
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
-    """``code * scale`` in fp32, from the definition of FP8; a scale for the whole, for each row, or for 128 x 128."""
+    """``code * scale`` in fp32, from the definition of FP8; a scale for the whole, each row, or 128 x 128; or in MX."""
+    if scale.dtype == torch.uint8:
+        return torch.from_numpy(values_in_mx(codes, scale))
     numbers = torch.from_numpy(code_values("e4m3")).float()[codes.view(torch.uint8).int()]
     scale = scale.float()
     if scale.dim() == 2 and scale.shape != (len(codes), 1):
@@ -56,7 +68,7 @@ def write_base(
             plain[name] = values(codes, tensors[name.removesuffix("weight") + scale_name])
     scheme = "static" if static else "dynamic"
     of_hf = HF_FP8 if kind == "block" else {**HF_PER_TENSOR, "activation_scheme": scheme}
-    write(
-        folder, tensors, of_hf if as_transformers else compressed_tensors(STRATEGIES[kind], not static), model, shards
-    )
+    in_mx = kind in ("group", "square")
+    of_others = in_mxfp8() if in_mx else compressed_tensors(STRATEGIES[kind], not static)
+    write(folder, tensors, of_hf if as_transformers else of_others, model, shards)
     return plain

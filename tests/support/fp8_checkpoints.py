@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from fp8_numpy import code_values
+from mx_numpy import cast_in_mx
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -68,8 +69,13 @@ class Written:
 
 
 def cast(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Codes, scales (multipliers of codes) and values; ``kind`` is ``tensor``, ``row`` or ``block``."""
+    """Codes, scales (multipliers of codes) and values; ``kind`` is ``tensor``, ``row`` or ``block``, or, in MX,
+    ``group`` or ``square``, with the same scales in 32 rows."""
     x = weight.float().numpy()
+    if kind in ("group", "square"):
+        in_mx = cast_in_mx(x, kind == "square")
+        codes, stored = (torch.from_numpy(one[: len(x)].copy()) for one in in_mx)
+        return codes.view(torch.float8_e4m3fn), stored, values_in_mx(codes, stored)
     rows, columns = {"tensor": x.shape, "row": (1, x.shape[1]), "block": (128, 128)}[kind]
     amaxes = np.array([[np.abs(x[i : i + rows, j : j + columns]).max() for j in range(0, x.shape[1], columns)]
                        for i in range(0, x.shape[0], rows)])  # fmt: skip
@@ -78,6 +84,12 @@ def cast(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) ->
     codes = torch.from_numpy(np.clip(x / of_elements, -448, 448)).to(torch.float8_e4m3fn)
     values = code_values("e4m3")[codes.view(torch.uint8).numpy()].astype(np.float32) * of_elements
     return codes, stored.reshape(()) if kind == "tensor" else stored, values
+
+
+def values_in_mx(codes: Tensor, scale: Tensor) -> np.ndarray:
+    """``code * 2**(scale - 127)`` in fp32, a scale for every 32 elements of a row."""
+    powers = np.exp2(scale.numpy().astype(np.float32) - 127).repeat(32, 1)[:, : codes.shape[1]]
+    return code_values("e4m3")[codes.view(torch.uint8).numpy()].astype(np.float32) * powers
 
 
 def in_linear(name: str, tensor: Tensor) -> bool:
@@ -133,6 +145,16 @@ def compressed_tensors(strategy: str, dynamic: bool, **changes: Any) -> dict[str
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
             "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"], "kv_cache_scheme": None,
             "global_compression_ratio": None, **changes}  # fmt: skip
+
+
+def in_mxfp8(inputs: dict[str, Any] | None = None, weights: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A config of MXFP8, with changes."""
+    config = compressed_tensors("group", True, format="mxfp8-quantized")
+    group = config["config_groups"]["group_0"]
+    changes = {"group_size": 32, "scale_dtype": "torch.uint8"}
+    group["weights"] |= {**changes, **(weights or {})}
+    group["input_activations"] |= {**changes, "strategy": "group", **(inputs or {})}
+    return config
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], quantization: Any, model: Any = None, shards: int = 1) -> Path:

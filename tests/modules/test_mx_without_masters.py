@@ -1,0 +1,220 @@
+"""Frozen weights in MX without masters: what they are rounded to, their products, and the values that dgrad takes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import strict_scaled_mm
+import torch
+from fp8_numpy import code_values
+from frozen_models import same
+from mx_numpy import cast_in_mx
+from published_weights import gradient_in_numpy, in_numpy, published, with_codes
+from torch import Tensor, nn
+
+from lightning_fp8 import CurrentScaling, MXScaling, convert, describe, scaling_state
+from lightning_fp8.modules.fp8_parameter import from_codes
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.cuda import gemm, plain
+from lightning_fp8.ops.dequantize import exact_values
+from lightning_fp8.ops.operand import Fp8Tensor
+
+RECIPES = {"mx": MXScaling(), "squares": MXScaling(weight_blocks=(32, 32))}
+HALVES = ["reference", "cuda"]
+X, DY = torch.linspace(-2, 2, 10 * 200).view(10, 200), torch.linspace(-1, 3, 10 * 72).view(10, 72)
+
+
+@pytest.fixture(params=HALVES)
+def half(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        request.getfixturevalue("cuda_half")
+    return request.param
+
+
+def test_values_of_all_codes_with_all_scales() -> None:
+    """In bf16, those below 2**-133 round to its subnormal numbers, and those above its largest one to infinity."""
+    payload = torch.arange(256, dtype=torch.uint8)
+    payload = payload[(payload & 0x7F) != 0x7F].repeat_interleave(32).view(1, -1).expand(255, -1).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 254)
+    # also with a last block that is not whole
+    payload, scales = torch.cat((payload, payload[:, 32:39]), 1), torch.cat((scales, scales[:, :1]), 1)
+    exact = np.ldexp(
+        code_values("e4m3")[payload.numpy()], scales.numpy().astype(int).repeat(32, 1)[:, : 254 * 32 + 7] - 127
+    )
+    for dtype, kind in ((torch.float32, np.float32), (torch.bfloat16, ml_dtypes.bfloat16), (torch.float16, np.float16)):
+        with np.errstate(over="ignore"):
+            # ml_dtypes rounds fp64 to fp32 first, which holds all of these that are not infinite
+            expected = exact.astype(np.float32).astype(kind).astype(np.float64)
+        found = exact_values(payload, scales, "e4m3", dtype)
+        assert found.dtype == dtype
+        assert np.array_equal(found.double().numpy(), expected)
+    in_bf16 = exact_values(payload, scales, "e4m3", torch.bfloat16).double().numpy()
+    assert np.array_equal(in_bf16[3:247], exact[3:247])
+    assert not np.array_equal(in_bf16[2], exact[2])
+    assert np.isinf(in_bf16[247]).any()
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_masters_are_rounded_to_the_codes_of_the_recipe(kind: str, half: str) -> None:
+    """Forward is bit for bit that with masters; so is backward with squares. Else it takes the values of forward."""
+    found = []
+    for how in ("master", "fp8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(200, 136), nn.Tanh(), nn.Linear(136, 72)).requires_grad_(False)
+        with torch.no_grad():
+            model[0].weight[5:9, 40:80] *= 64
+            model[2].weight *= torch.logspace(-3, 1, 136)
+        plain_weights = [model[at].weight.detach().clone() for at in (0, 2)]
+        convert(model, RECIPES[kind], frozen_weights=how)
+        x = X.clone().requires_grad_()
+        y = model(x)
+        y.backward(DY)
+        state = scaling_state(model)
+        found.append([y.detach(), state.amax[state.delayed :], state.scale[state.delayed :], x.grad])
+    is_squares = kind == "squares"
+    assert same(*(one[: 4 if is_squares else 3] for one in found))
+    assert not describe(model)[0].reason.endswith("weight in FP8 only") or is_squares
+    for at, weight in zip((0, 2), plain_weights, strict=True):
+        codes, scales = cast_in_mx(weight.numpy(), is_squares)
+        held = model[at].weight
+        assert np.array_equal(held.payload.numpy(), codes)
+        assert np.array_equal(held.scale_inv.numpy(), scales[:: 32 if is_squares else 1])
+        assert np.array_equal(
+            held.dequantized().numpy(), in_numpy(held.payload, torch.from_numpy(scales[: len(codes)]))
+        )
+    if not is_squares:
+        w1, w2 = (in_numpy(model[at].weight.payload, model[at].weight.scale_inv).astype(np.float64) for at in (0, 2))
+        hidden = model[:2](X).double().numpy()
+        expected = ((DY.double().numpy() @ w2) * (1 - hidden**2)) @ w1
+        assert np.linalg.norm(found[1][3].numpy() - expected) < 1e-6 * np.linalg.norm(expected)
+        # with masters, dgrad has a rounding of its own
+        assert np.linalg.norm(found[0][3].numpy() - expected) > 1e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_gives_the_same_values(kind: str, dtype: torch.dtype) -> None:
+    def model_of(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layer = nn.Linear(200, 72, dtype=dtype).requires_grad_(False)
+        return convert(nn.Sequential(layer), RECIPES[kind], frozen_weights="fp8")
+
+    model, other, x = model_of(0), model_of(1), X.to(dtype)
+    with pytest.warns(UserWarning, match="1 frozen weights are rounded to FP8"):
+        saved = model.state_dict()
+    assert saved["0.weight"].dtype == dtype
+    other.load_state_dict(saved)
+    model.load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # values that MX holds are not rounded
+        assert same(other.state_dict(), saved)
+    assert same(other(x), model(x))
+    # evaluation is the forward of training
+    trained = model(x)
+    with torch.no_grad():
+        assert same(model.eval()(x), trained.detach())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_backward_alone_makes_the_values(backend: str) -> None:
+    """Neither eager nor compiled code keeps them: what is saved of a weight is its codes and scales, as views."""
+    torch.manual_seed(0)
+    layer = convert(with_codes(nn.Linear(256, 512, bias=False), "mx"), MXScaling(), frozen_weights="fp8")
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    for run in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+        x = torch.randn(3, 256, requires_grad=True)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        assert max(one.nbytes for one in kept) == 256 * 512
+        assert sum(one.nbytes for one in kept) <= 256 * 512 * 33 // 32 + 64
+        y.backward(torch.ones_like(y))
+        values = in_numpy(layer.weight.payload, layer.weight.scale_inv).astype(np.float64)
+        expected = np.ones((3, 512)) @ values
+        assert np.linalg.norm(x.grad.double().numpy() - expected) < 3e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("shape", [(256, 128), (200, 300), (24, 40)])
+def test_products_of_a_device_read_the_scales_in_tiles(
+    kind: str, shape: tuple[int, int], strict_products: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
+    # in place of the kernels and cuBLASLt, whose operands are checked
+    monkeypatch.setattr(plain, "scaled_mm_mx", plain.product_of_mx)
+    n, k = shape
+    weight: Any = from_codes(*published(kind, n, k), torch.float32, "layer")
+    values = in_numpy(weight.payload, weight.scale_inv).astype(np.float64)
+    of_inputs = torch.full((e8m0.size_of_tiles(16, max(n, k)),), 127, dtype=torch.uint8)
+    orders = [(weight.payload, weight.scale_inv, values)]
+    if kind == "squares":
+        orders.append((weight.payload.t().contiguous(), weight.scale_inv.t(), values.T))
+    for payload, scale_inv, expected in orders:
+        width = payload.shape[1]
+        codes = torch.randn(16, width).to(torch.float8_e4m3fn)
+        x = Fp8Tensor(codes.view(torch.uint8), of_inputs[: e8m0.size_of_tiles(16, width)], "e4m3")
+        y = gemm.scaled_mm(x, Fp8Tensor(payload, scale_inv, "e4m3"), None, torch.float32, True)
+        sums = codes.double().numpy() @ expected.T
+        assert np.abs(y.double().numpy() - sums).max() < 1e-5 * np.abs(sums).max()
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_devices_without_products_in_mx_take_values(
+    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert plain.has_mx(torch.device("cuda", 0)) == runs
+    assert plain.has_mx(torch.device("cpu"))
+    taken: list[str] = []
+    monkeypatch.setattr(plain, "has_mx", lambda _: runs)
+    monkeypatch.setattr(plain, "scaled_mm_mx", lambda *_: taken.append("mx"))
+    monkeypatch.setattr(plain, "scaled_mm_dequantized", lambda *_: taken.append("values"))
+    weight: Any = from_codes(*published("mx", 64, 96), torch.float32, "layer")
+    x = Fp8Tensor(torch.zeros(16, 96, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8), "e4m3")
+    held, trained = (
+        Fp8Tensor(weight.payload, scale, "e4m3") for scale in (weight.scale_inv, e8m0.to_tiles(weight.scale_inv))
+    )
+    for w in (held, trained):
+        gemm.scaled_mm(x, w, None, torch.float32, True)
+    # a weight that is trained is refused by the product itself, where there is none
+    assert taken == (["mx", "mx"] if runs else ["values", "mx"])
+
+
+def test_an_attention_whose_weight_was_changed_in_place_is_cast_by_slices(half: str) -> None:
+    """The cast of the whole has its scales in tiles, which no slice of rows can take."""
+    found = []
+    for how in ("master", "fp8"):
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(32, 1, batch_first=True).requires_grad_(False)
+        values = attention.in_proj_weight.detach() * torch.logspace(-2, 2, 96)[:, None]
+        convert(attention, MXScaling(), min_features=0, frozen_weights=how)
+        attention.in_proj_weight.data.copy_(torch.ones(96, 32))
+        attention.in_proj_weight.data.zero_()
+        attention.in_proj_weight.data += values
+        assert how == "master" or not attention.in_proj_weight.is_fp8
+        attention.out_proj.weight.data.copy_(torch.eye(32))
+        x, memory = torch.randn(1, 5, 32), torch.randn(1, 7, 32)
+        found.append(attention(x, memory, memory.flip(1), need_weights=False)[0])
+    assert same(*found)
+
+
+def test_the_gradient_is_not_cast_and_not_recorded() -> None:
+    layer = convert(with_codes(nn.Linear(96, 64), "mx"), CurrentScaling(), frozen_weights="fp8")
+    x, dy = torch.randn(4, 96, requires_grad=True), torch.randn(4, 64)
+    layer(x).backward(dy)
+    state = scaling_state(layer)
+    assert state.amax[state.names.index("grad_output")] == 0
+    assert state.amax[state.names.index("input")] == x.abs().max()
+    values = in_numpy(layer.weight.payload, layer.weight.scale_inv).astype(np.float64)
+    expected = gradient_in_numpy(dy, CurrentScaling(), "mx") @ values
+    assert np.linalg.norm(x.grad.double().numpy() - expected) < 1e-6 * np.linalg.norm(expected)  # type: ignore[union-attr]
