@@ -18,6 +18,7 @@ from lightning_fp8.export.shards import Stored
 from lightning_fp8.export.values import NAN_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, dtype_name
 
 Tensors = Mapping[str, Tensor]
@@ -78,14 +79,14 @@ def _described(name: str, stored: Mapping[str, Stored]) -> str:
 
 
 def misfits_of_scales(scales: Tensors, in_e8m0: bool) -> Misfits:
-    """Each scale is a valid number."""
+    """Each scale is a valid number; those in E8M0 are given as codes."""
 
     def is_valid(scale: Tensor) -> Tensor:
-        # those of zeros are 2**-127
-        return scale.isfinite() if in_e8m0 else (scale >= 2.0**-118) & (scale <= 2.0**118)
+        return scale != e8m0.NAN if in_e8m0 else (scale >= 2.0**-118) & (scale <= 2.0**118)
 
+    rule = f"a number from 2**-127 to 2**127, not the code {e8m0.NAN}, NaN" if in_e8m0 else SCALE_RULE
     yield (
-        f"are scales, each of which must be {'a number from 2**-127 to 2**127' if in_e8m0 else SCALE_RULE}",
+        f"are scales, each of which must be {rule}",
         (f"{name} ({scale[~good][0].item()})" for name, scale in scales.items() if not (good := is_valid(scale)).all()),
     )
 
@@ -199,7 +200,7 @@ def misfits_of_codes(
         (
             f"{name} ({dtype_name(dtypes[name])})"
             for name, codes in largest.items()
-            if not (codes.view(E4M3.dtype).float() * scales[name].values).to(dtypes[name]).isfinite().all()
+            if not (codes.view(E4M3.dtype).float() * scales[name].numbers).to(dtypes[name]).isfinite().all()
         ),
     )
 

@@ -150,7 +150,7 @@ def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: lis
     scale = cast(Scale, source.scale_of(target))
     # in which it was stored, in order to be written as it was
     dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
-    first, scale_inv = gemms[0], scale.stored().to(codes.device, dtype)
+    first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
     if first.k_by_n:
         codes, scale_inv = codes.mT, scale_inv.mT if scale_inv.dim() > 1 else scale_inv
     made = from_codes(codes, scale_inv, former.dtype, first.weight_name, first.k_by_n, E4M3)

@@ -173,8 +173,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *exact)}
     apart = {name for name in stored if name in of_inputs or scheme.is_of_cache(name)}
     read = {name: one.clone() for name, one in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
-    as_numbers = e8m0.values_of if scheme.in_e8m0 else Tensor.float
-    numbers = {name: as_numbers(read[name]) for name in stored if name in read and not scheme.is_of_cache(name)}
+    numbers = {name: one.to(scheme.dtype) for name, one in read.items() if not scheme.is_of_cache(name)}
     refuse(file, misfits_of_scales(numbers, scheme.in_e8m0))
     scales = {}
     for name in in_fp8:
@@ -280,8 +279,7 @@ def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[st
     pieces, scale, blocks = source.placed.by_target[target], source.scale_of(target), recipe.current.blocks
     if scale is not None and scale.kind == "group":
         # with a scale that is the same power of two or a smaller one, each code is a code again
-        first = scale.values[..., :: e8m0.BLOCK, :].repeat_interleave(e8m0.BLOCK, -2)
-        return recipe.current.squares and not torch.equal(first[..., : scale.values.shape[-2], :], scale.values)
+        return recipe.current.squares and e8m0.of_squares(scale.values) is scale.values
     if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
         return True
     if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):

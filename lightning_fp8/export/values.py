@@ -1,7 +1,7 @@
 """Codes and their scales: values, the scales of parts of a weight, and the largest codes.
 
 ``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E]``, ``[E, N, 1]``,
-``[E, ceil(N / 128), ceil(K / 128)]`` or ``[E, N, ceil(K / 32)] float32``, a multiplier of codes.
+``[E, ceil(N / 128), ceil(K / 128)] float32``, a multiplier of codes, or in E8M0 ``[E, N, ceil(K / 32)] uint8``.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class Scale(NamedTuple):
     def of(kind: Kind, weight: Shape, stored: Tensor) -> Scale:
         """A scale as a file has it, for a weight of this shape."""
         if kind == "group":
-            return Scale(kind, e8m0.values_of(stored))
+            return Scale(kind, stored)
         return Scale(kind, stored.to(torch.float32).reshape(weight[:-2] if kind == "tensor" else stored.shape))
 
-    def stored(self) -> Tensor:
-        """The scale as a file has it, but for the dtype of one that is not in E8M0."""
-        return e8m0.codes_of_powers(self.values) if self.kind == "group" else self.values
+    @property
+    def numbers(self) -> Tensor:
+        """The multipliers of codes, ``float32``."""
+        return e8m0.values_of(self.values) if self.kind == "group" else self.values
 
     def _by_element(self, codes: Tensor) -> Tensor:
         if self.kind == "group":
-            return self.values.repeat_interleave(e8m0.BLOCK, -1)[..., : codes.shape[-1]]
+            return self.numbers.repeat_interleave(e8m0.BLOCK, -1)[..., : codes.shape[-1]]
         return by_element(self.values[..., None, None] if self.kind == "tensor" else self.values, codes)
 
     def dequantized(self, codes: Tensor, amax: Tensor | None = None) -> Tensor:
@@ -59,7 +60,7 @@ class Scale(NamedTuple):
 
     def is_kept_in(self, dtype: torch.dtype) -> bool:
         """Whether values in this dtype become any codes again when they are divided by the scale."""
-        return dtype != torch.float16 and bool((self.values >= _NORMAL).all())
+        return dtype != torch.float16 and bool((self.numbers >= _NORMAL).all())
 
     def keeps(self, codes: Tensor, values: Tensor) -> bool:
         """Whether these values are finite and become these codes when they are divided by the scale."""
@@ -103,14 +104,15 @@ def scale_of_pieces(
         "block": (*target[:-2], *map(_blocks, target[-2:])),
         "group": (*target[:-1], _blocks(target[-1], e8m0.BLOCK)),
     }
-    made = torch.full(grid[kind], float("nan"))
+    made = torch.full(grid[kind], e8m0.NAN if kind == "group" else float("nan"), dtype=scales[0].values.dtype)
     for piece, scale, shape in zip(pieces, scales, shapes):
         of, at = (in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
         if of is None or at is None:
             return None
         there, part = made[at], scale.values[of]
         # parts of a matrix with one scale, or of rows with one scale, need the same
-        if not torch.equal(there, part) and not bool(there.isnan().all()):
+        is_free = there == e8m0.NAN if kind == "group" else there.isnan()
+        if not torch.equal(there, part) and not bool(is_free.all()):
             return None
         made[at] = part
     return Scale(kind, made)
@@ -144,7 +146,7 @@ def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Sca
     padded = F.pad(values.abs(), (0, -columns % width, 0, -rows % height))
     amax = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
     if kind == "group":
-        scale = Scale(kind, e8m0.values_of(e8m0.codes_of(amax, E4M3)))
+        scale = Scale(kind, e8m0.codes_of(amax, E4M3))
         return scale.codes(values), scale
     # the scale as the file will have it; zeros may have any
     stored = torch.where(amax > 0, amax / E4M3.max, 1.0).to(dtype).float()

@@ -87,7 +87,7 @@ class Base:
             in_grid(index, scale.kind, size)
             for index, size in ((piece.of, self.source.shards.stored[piece.name].shape), (piece.at, shape))
         )
-        is_same = there is not None and here is not None and scale_inv[here].cpu().equal(scale.stored()[there])
+        is_same = there is not None and here is not None and scale_inv[here].cpu().equal(scale.values[there])
         return payload[piece.at].cpu() if is_same else None
 
     def _rounded(self, name: str, former: Scale) -> tuple[Tensor, Scale]:
@@ -191,7 +191,7 @@ def _tensor(base: Base, name: str, scales: Mapping[str, str]) -> Tensor:
     if name in source.scales:
         return base.codes(name)[0]
     if name in scales:
-        return base.codes(scales[name])[1].stored()
+        return base.codes(scales[name])[1].values
     if name in source.inputs:
         return source.inputs[name]
     if name in source.placed.left_out:
@@ -220,7 +220,7 @@ def renamed(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple[dict
     for name, in_fp8 in base.names():
         if in_fp8:
             tensors[name], scale = base.codes(name)
-            made = Quantized(tensors[name], scale.stored(), source.inputs.get(source.scheme.input_of(name)))
+            made = Quantized(tensors[name], scale.values, source.inputs.get(source.scheme.input_of(name)))
             tensors |= tensors_of(layout, scheme, name, made)
             continue
         tensor = base.plain(name)
