@@ -173,7 +173,8 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *exact)}
     apart = {name for name in stored if name in of_inputs or scheme.is_of_cache(name)}
     read = {name: one.clone() for name, one in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
-    numbers = {name: one.to(scheme.dtype) for name, one in read.items() if not scheme.is_of_cache(name)}
+    scales_read = {name: one for name, one in read.items() if not scheme.is_of_cache(name)}
+    numbers = scales_read if scheme.in_e8m0 else {name: one.float() for name, one in scales_read.items()}
     refuse(file, misfits_of_scales(numbers, scheme.in_e8m0))
     scales = {}
     for name in in_fp8:

@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from lightning_fp8.export.layout import CONFIG_FILE
 from lightning_fp8.export.shards import MODELOPT_FILE, read_json
 from lightning_fp8.ops import e8m0
@@ -87,11 +85,6 @@ class Scheme:
     def in_e8m0(self) -> bool:
         """Whether the scales of weights are powers of two in one byte."""
         return "group" in self.kinds
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which scales are kept."""
-        return torch.uint8 if self.in_e8m0 else torch.float32
 
     def scale_of(self, weight: str) -> str:
         """Name of a weight's scale."""

@@ -121,7 +121,7 @@ class Content:
         if rounds or self.changed is not None:
             self.error = 0.0 if is_same else _relative_error(rounded, n_by_k)
         self.payload, self.scale_inv, self.largest, self.format = payload, scale_inv, amax, E4M3
-        self.payload_t, self.changed, self.scale_dtype = None, None, torch.float32
+        self.payload_t, self.changed, self.scale_dtype = None, None, scale_inv.dtype
 
     def _present_codes(self, values: Tensor) -> Tensor | None:
         """Codes that give back exactly these values ``[N, K]`` with the present scales; None if there are none."""

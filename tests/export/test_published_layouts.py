@@ -254,6 +254,7 @@ def test_mxfp8_is_read_back(kind: str, tmp_path: Path) -> None:
     assert [weight.content.has_both_orders for weight in frozen_weights(held).values()] == [kind == "squares"] * 13
     with torch.no_grad():
         assert torch.equal(held(IDS).logits, outputs)
+    assert torch.equal(held.train()(IDS).logits, outputs)
     export(held, tmp_path / "held", layout="compressed-tensors")
     assert [one.read_bytes() for one in sorted((tmp_path / "held").iterdir())] == [
         one.read_bytes() for one in sorted(tmp_path.iterdir()) if one.is_file()

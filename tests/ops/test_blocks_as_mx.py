@@ -62,7 +62,7 @@ def test_each_element_has_the_same_scale(rows: int, columns: int, weight: bool) 
         k = min(payload.shape[1], 128 * scale_inv.shape[1])
         codes = payload[:, :k]
         expected = by_element(scale_inv, codes).expand(codes.shape)
-        assert torch.equal(by_element(tiles, codes), expected)
+        assert torch.equal(by_element(tiles, codes).expand(codes.shape), expected)
         # also that of a block that is not finite, and the least, which has the code 0
         assert 1.0 in expected
         assert 2.0**-127 in expected or rows <= 128

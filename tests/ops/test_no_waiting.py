@@ -32,6 +32,7 @@ from lightning_fp8 import (
     BlockScaling,
     DelayedScaling,
     Fp8Precision,
+    MXScaling,
     callbacks,
     convert,
     fall_back,
@@ -125,8 +126,10 @@ def recomputed() -> nn.Module:
         lambda: convert(nn.Sequential(nn.Linear(32, 47), nn.SiLU(), nn.Linear(47, 19))),
         lambda: published("blocks", BlockScaling()),
         lambda: published("rows", DelayedScaling()),
+        lambda: published("mx", MXScaling()),
+        lambda: published("squares", MXScaling()),
     ],
-    ids=["fallen back", "frozen", "recomputed", "products in bf16", "ragged", "blocks", "rows"],
+    ids=["fallen back", "frozen", "recomputed", "products in bf16", "ragged", "blocks", "rows", "mx", "squares"],
 )
 def test_layers(waits: NoWaiting, make: Callable[[], nn.Module]) -> None:
     step = Loop(make())
