@@ -246,7 +246,7 @@ def test_products_in_bf16_need_a_master() -> None:
     assert describe(model)[0].reason.endswith("weight keeps its master: it is multiplied in bf16")
 
 
-GOOD = published("blocks", 200, 300)
+GOOD, MX = published("blocks", 200, 300), published("mx", 200, 300)
 NAN, ZERO, NEGATIVE = (torch.full((2, 3), value) for value in (float("nan"), 0.0, -1.0))
 
 
@@ -263,6 +263,12 @@ NAN, ZERO, NEGATIVE = (torch.full((2, 3), value) for value in (float("nan"), 0.0
         ((GOOD[0], NAN, torch.float32), ValueError, "scales of 'it' must be finite and above zero"),
         ((GOOD[0], ZERO, torch.float32), ValueError, "finite and above zero"),
         ((GOOD[0], NEGATIVE, torch.float32), ValueError, "finite and above zero: from -1"),
+        ((MX[0], MX[1] | 255, torch.float32), ValueError, "finite and above zero: from nan to nan"),
+        (
+            (MX[0], MX[1][:, :3], torch.float32),
+            ValueError,
+            r"\(200, 10\), \(7, 10\)\. .* scales \(200, 3\)",
+        ),
     ],
 )
 def test_codes_that_are_refused(arguments: tuple[Any, ...], kind: type[Exception], message: str) -> None:

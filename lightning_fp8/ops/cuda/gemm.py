@@ -105,7 +105,7 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
 def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
     """:func:`scaled_mm` where both operands have scales in E8M0, those of a weight without a master in a matrix.
 
-    Such a weight runs on dequantized values where there is no product in MX; to train others is refused there.
+    Where there is no product in MX, such a weight runs on dequantized values; others, which are trained, are refused.
     """
     if max(a.scale_inv.dim(), b.scale_inv.dim()) > 1 and not plain.has_mx(a.payload.device):
         return plain.scaled_mm_dequantized(a, b, bias, output)
