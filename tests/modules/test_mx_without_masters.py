@@ -16,12 +16,12 @@ from mx_numpy import cast_in_mx
 from published_weights import gradient_in_numpy, in_numpy, published, with_codes
 from torch import Tensor, nn
 
-from lightning_fp8 import CurrentScaling, MXScaling, convert, describe, scaling_state
+from lightning_fp8 import CurrentScaling, MXScaling, convert, describe, ops, scaling_state
 from lightning_fp8.modules.fp8_parameter import from_codes
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.dequantize import exact_values
-from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.ops.operand import Columns, Fp8Tensor, with_scale
 
 RECIPES = {"mx": MXScaling(), "squares": MXScaling(weight_blocks=(32, 32))}
 HALVES = ["reference", "cuda"]
@@ -218,3 +218,31 @@ def test_the_gradient_is_not_cast_and_not_recorded() -> None:
     values = in_numpy(layer.weight.payload, layer.weight.scale_inv).astype(np.float64)
     expected = gradient_in_numpy(dy, CurrentScaling(), "mx") @ values
     assert np.linalg.norm(x.grad.double().numpy() - expected) < 1e-6 * np.linalg.norm(expected)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("with_input", [True, False])
+def test_the_operator_of_backward(activation: str, with_input: bool, half: str) -> None:
+    """dgrad by values leaves wgrad and the sum for the bias as they are without a dgrad."""
+    torch.manual_seed(0)
+    slot = with_scale(torch.ones(()), "e4m3")._replace(current=MXScaling().current)
+    h, dy, (payload, scale_inv) = torch.randn(9, 64), torch.randn(9, 64), published("mx", 64, 96)
+    x = ops.cast_operand(torch.randn(9, 96), slot, "none", True)
+    kept = Columns(x.by_columns if with_input else None, x.columns_scale_inv, "e4m3")
+    w = Columns(payload.t(), scale_inv.t(), "e4m3")
+    rest = slot, torch.float32, torch.float32, True
+    given = dy, None if activation == "none" else h, activation
+    dx, dw, db = ops.linear_backward(*given, kept, w, *rest)
+    _, expected_dw, expected_db = ops.linear_backward(*given, kept, w._replace(payload=None), *rest)
+    assert torch.equal(dw, expected_dw)
+    # a kernel sums in another order
+    torch.testing.assert_close(db, expected_db)
+    assert dw.shape == (64, 96 if with_input else 0)
+    gradient = dy.double()
+    if activation == "gelu":
+        h64 = h.double().requires_grad_()
+        (gradient,) = torch.autograd.grad(nn.functional.gelu(h64), h64, gradient)
+    expected = gradient.numpy() @ in_numpy(payload, scale_inv).astype(np.float64)
+    assert np.linalg.norm(dx.double().numpy() - expected) < 1e-6 * np.linalg.norm(expected)
+    operator = ops.linear_backward
+    torch.library.opcheck(operator.op, tuple(operator.signature.flattened((*given, kept, w, *rest))))
