@@ -221,13 +221,14 @@ def cast_in_blocks(rows: int, columns: int, is_weight: bool = False, mx: bool = 
         slot = slot_in_blocks(is_weight, "e8m0" if mx else "float32")
         ours = ops.cast_weight_blocks if is_weight else ops.cast_blocks
         theirs = blocks.cast_weight if is_weight else blocks.cast
+        rest = (slot, "both") if is_weight else (slot, "none", "both")
 
         def variant(name: str, cast: Callable[..., Any], other: Callable[..., Any]) -> Variant:
             def check() -> str | None:
-                got, expected = (by_name(_NAMES_IN_BLOCKS, one(x[0], slot, "both")) for one in (cast, other))
+                got, expected = (by_name(_NAMES_IN_BLOCKS, one(x[0], *rest)) for one in (cast, other))
                 return difference(got, expected)
 
-            return Variant(name, lambda at: cast(x[at], slot, "both"), check, len(x))
+            return Variant(name, lambda at: cast(x[at], *rest), check, len(x))
 
         return [
             variant("lightning_fp8", ours, theirs),

@@ -223,7 +223,7 @@ class Gemm:
     def _in_blocks(self, device: torch.device) -> Operands:
         a, b = self._values(device)
         blocks = "e8m0" if self.mx else "float32"
-        a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot_in_blocks(False, blocks), "rows")
+        a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot_in_blocks(False, blocks), "none", "rows")
         cast_b = ops.cast_blocks if self.kind == "wgrad" else ops.cast_weight_blocks
         b_fp8, _, b_inv, _ = cast_b(b, slot_in_blocks(self.kind != "wgrad", blocks), "rows")
         # nothing is compared with bf16

@@ -70,14 +70,15 @@ __device__ __forceinline__ void find_maxima(float (&of_rows)[THREAD_ROWS], const
 
 /* Sums of each column over the tile's rows, if they are requested. */
 template <class Input>
-__device__ __forceinline__ void store_sums(const Loaded<Input>& x, const Tensors& tensors, TileMemory& memory,
-                                           int tile_row, int tile_column) {
-    if (tensors.out.column_sums == nullptr) return;
+__device__ __forceinline__ void store_sums(const Loaded<Input>& x, const Outputs& out, int width,
+                                           const Tensors& tensors, TileMemory& memory, int tile_row,
+                                           int tile_column) {
+    if (out.column_sums == nullptr) return;
     float sums[THREAD_COLUMNS] = {};
 #pragma unroll
     for (int i = 0; i < THREAD_ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < THREAD_COLUMNS; ++j) sums[j] += x.get(i, j);
-    float* of_tile = tensors.out.column_sums + (long long)tile_row * tensors.columns;
+    float* of_tile = out.column_sums + (long long)tile_row * width;
     sum_columns(sums, of_tile, memory, tile_column, tensors.columns);
 }

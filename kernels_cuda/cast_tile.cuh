@@ -60,7 +60,7 @@ struct Tensors {
 struct Gated {
     const void* up;
     Outputs out;
-    long long width;
+    int width;
 };
 
 struct TileMemory {

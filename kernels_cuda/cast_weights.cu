@@ -95,13 +95,14 @@ template <class Input>
 __device__ __forceinline__ void cast_in_blocks(const Arguments& arguments, const Weight& weight, Memory& memory,
                                                int tile_row, int tile_column, int) {
     const Tensors& tensors = weight.tensors;
-    const MxScales scales = {static_cast<u8*>(weight.scale_inv), static_cast<u8*>(weight.scale_inv_t)};
+    const MxResult result = {tensors.out, static_cast<u8*>(weight.scale_inv), static_cast<u8*>(weight.scale_inv_t),
+                             tensors.columns};
     const Place place(tensors, tile_row, tile_column);
     Loaded<Input> x(tensors.x, tensors.x_stride, place, tensors);
 #if SQUARES
-    const u32 amax = cast_mx_squares(tensors, scales, place, x, memory, tile_row, tile_column);
+    const u32 amax = cast_mx_squares(tensors, result, place, x, memory, tile_row, tile_column);
 #else
-    const u32 amax = cast_mx_tile(tensors, scales, place, x, memory, tile_row, tile_column);
+    const u32 amax = cast_mx_tile(tensors, result, place, x, memory, tile_row, tile_column);
 #endif
     if (threadIdx.x == 0) leave(arguments, weight, amax);
 }

@@ -1,4 +1,5 @@
-/* The number formats of a cast: what comes in, what goes out. `larger` is max(x, |y|) of each number in a word. */
+/* The number formats of a cast: what comes in, what goes out. `word` rounds the numbers of
+   a word, of which a format of 32 bits has one; `larger` is max(x, |y|) of each. */
 #pragma once
 #include "instructions.cuh"
 
@@ -12,6 +13,7 @@ struct Fp32 {
     typedef float Element;
     typedef Raw<8> Eight;
     __device__ static float round(float value) { return value; }
+    __device__ static u32 word(float value, float) { return __float_as_uint(value); }
     __device__ static Eight load(const float* address) {
         const uint4 first = load_once(address), second = load_once(address + 4);
         return {{first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w}};
@@ -39,6 +41,7 @@ struct SixteenBits {
 struct Bf16 : SixteenBits {
     // as the upper half of a pair, whose bits are the fp32 number's
     __device__ static float round(float value) { return __uint_as_float(to_bf16x2(0.0f, value)); }
+    __device__ static u32 word(float low, float high) { return to_bf16x2(low, high); }
     __device__ static float get(const Eight& eight, int at) {
         const u32 word = eight.words[at >> 1];
         return __uint_as_float(at & 1 ? word & 0xffff0000u : word << 16);
@@ -48,6 +51,7 @@ struct Bf16 : SixteenBits {
 
 struct Fp16 : SixteenBits {
     __device__ static float round(float value) { return from_fp16(to_fp16(value)); }
+    __device__ static u32 word(float low, float high) { return to_fp16x2(low, high); }
     __device__ static float get(const Eight& eight, int at) {
         return from_fp16((u16)(eight.words[at >> 1] >> (16 * (at & 1))));
     }

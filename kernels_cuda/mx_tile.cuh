@@ -17,9 +17,12 @@ shared      as for cast_tile.cuh, and 5 KB: multipliers, and both tiles of scale
 constexpr int MX_BLOCK = 32, MX_BLOCKS = TILE_ROWS / MX_BLOCK, SCALE_TILE = TILE_ROWS * MX_BLOCKS;
 constexpr int MX_THREADS = MX_BLOCK / THREAD_COLUMNS, MX_WARPS = WARPS / MX_BLOCKS;
 
-struct MxScales {
+/* Where codes and scales go, in a tensor of this width; a reference takes no register. */
+struct MxResult {
+    const Outputs& out;
     u8* scales;
     u8* scales_t;
+    const int& width;
 };
 
 struct MxMemory : TileMemory {
@@ -31,33 +34,33 @@ struct MxMemory : TileMemory {
 __device__ __forceinline__ int scale_at(int row, int block) { return row % 32 * 16 + row / 32 * 4 + block; }
 
 /* Stores the tiles of scales, which are in shared memory. */
-__device__ __forceinline__ void store_scales(const MxScales& out, const Tensors& tensors, const MxMemory& memory,
+__device__ __forceinline__ void store_scales(const MxResult& result, const Tensors& tensors, const MxMemory& memory,
                                              int tile_row, int tile_column) {
     const int t = threadIdx.x, chunk = t % 32 * 16;
     if (t >= 64) return;
-    const long long down = (tensors.rows - 1) / TILE_ROWS + 1, across = (tensors.columns - 1) / TILE_COLUMNS + 1;
+    const long long down = (tensors.rows - 1) / TILE_ROWS + 1, across = (result.width - 1) / TILE_COLUMNS + 1;
     const long long number = t < 32 ? tile_row * across + tile_column : tile_column * down + tile_row;
-    u8* target = t < 32 ? out.scales : out.scales_t;
+    u8* target = t < 32 ? result.scales : result.scales_t;
     if (target == nullptr) return;
     *reinterpret_cast<uint4*>(target + number * SCALE_TILE + chunk) =
         *reinterpret_cast<const uint4*>((t < 32 ? memory.tile : memory.tile_t) + chunk);
 }
 
 /* Stores the codes by columns: those beyond the last row are zeros also where the block is NaN. */
-__device__ __forceinline__ void store_mx_columns(u32 (&codes)[THREAD_ROWS][2], const Tensors& tensors,
-                                                 const Place& place, TileMemory& memory, int tile_row,
-                                                 int tile_column) {
+__device__ __forceinline__ void store_mx_columns(u32 (&codes)[THREAD_ROWS][2], const Outputs& out,
+                                                 const Tensors& tensors, const Place& place, TileMemory& memory,
+                                                 int tile_row, int tile_column) {
     if (!place.inside) {
 #pragma unroll
         for (int i = 0; i < THREAD_ROWS; ++i)
             if (place.row + i >= tensors.rows) codes[i][0] = codes[i][1] = 0;
     }
-    store_columns(codes, tensors.out, tensors, memory, tile_row, tile_column);
+    store_columns(codes, out, tensors, memory, tile_row, tile_column);
 }
 
 /* A tile in blocks of 1 x 32. Returns the |x| maximum, as bits, to thread 0. */
 template <class Input>
-__device__ __forceinline__ u32 cast_mx_tile(const Tensors& tensors, const MxScales& out, const Place& place,
+__device__ __forceinline__ u32 cast_mx_tile(const Tensors& tensors, const MxResult& result, const Place& place,
                                             Loaded<Input>& x, MxMemory& memory, int tile_row, int tile_column) {
     const int t = threadIdx.x, down = t / THREADS_ACROSS, across = t % THREADS_ACROSS;
     u32 amax;
@@ -87,25 +90,25 @@ __device__ __forceinline__ u32 cast_mx_tile(const Tensors& tensors, const MxScal
         memory.tile_t[scale_at(column, block)] = (u8)scale;
     }
     __syncthreads();
-    store_scales(out, tensors, memory, tile_row, tile_column);
+    store_scales(result, tensors, memory, tile_row, tile_column);
     u32 codes[THREAD_ROWS][2];
-    if (tensors.out.y) {
+    if (result.out.y) {
         const float* of_rows = &memory.of_rows[across / MX_THREADS][down * THREAD_ROWS];
         encode(codes, x, [&](int i, int) { return of_rows[i]; });
-        store_rows(codes, tensors.out, tensors, tensors.columns, place);
+        store_rows(codes, result.out, tensors, result.width, place);
     }
     keep_packed(x);
-    if (tensors.out.y_t) {
+    if (result.out.y_t) {
         const float* of_columns = &memory.of_columns[block][across * THREAD_COLUMNS];
         encode(codes, x, [&](int, int j) { return of_columns[j]; });
-        store_mx_columns(codes, tensors, place, memory, tile_row, tile_column);
+        store_mx_columns(codes, result.out, tensors, place, memory, tile_row, tile_column);
     }
     return amax;
 }
 
 /* The same in squares of 32 x 32. */
 template <class Input>
-__device__ __forceinline__ u32 cast_mx_squares(const Tensors& tensors, const MxScales& out, const Place& place,
+__device__ __forceinline__ u32 cast_mx_squares(const Tensors& tensors, const MxResult& result, const Place& place,
                                                const Loaded<Input>& x, MxMemory& memory, int tile_row,
                                                int tile_column) {
     const int t = threadIdx.x, across = t % THREADS_ACROSS / MX_THREADS, down = t / TILE_COLUMNS;
@@ -129,11 +132,11 @@ __device__ __forceinline__ u32 cast_mx_squares(const Tensors& tensors, const MxS
     memory.tile[scale_at(down * MX_BLOCK + row, across)] = (u8)scale;
     memory.tile_t[scale_at(across * MX_BLOCK + row, down)] = (u8)scale;
     __syncthreads();
-    store_scales(out, tensors, memory, tile_row, tile_column);
+    store_scales(result, tensors, memory, tile_row, tile_column);
     u32 codes[THREAD_ROWS][2];
     const float multiplier = e8m0_multiplier(scale);
     encode(codes, x, [&](int, int) { return multiplier; });
-    if (tensors.out.y) store_rows(codes, tensors.out, tensors, tensors.columns, place);
-    if (tensors.out.y_t) store_mx_columns(codes, tensors, place, memory, tile_row, tile_column);
+    if (result.out.y) store_rows(codes, result.out, tensors, result.width, place);
+    if (result.out.y_t) store_mx_columns(codes, result.out, tensors, place, memory, tile_row, tile_column);
     return amax;
 }

@@ -201,8 +201,6 @@ def reason_against_fusing(block: FeedForward) -> str | None:
     parts = [*layers, block.activation, *block.dropouts, *block.around]
     if any(isinstance(part, nn.Module) and _is_watched(part) for part in parts) or torch_module._has_any_global_hook():
         return "a part has hooks, or a `forward` of its own"
-    if gemms[0].weight_scaling.blocks:
-        return "its tensors are scaled in blocks"
     if any(gemm.state is not gemms[0].state for gemm in gemms):
         return "its layers were not converted together"
     if any(layer.training != layers[0].training for layer in layers):

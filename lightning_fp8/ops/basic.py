@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import amaxes, blocks, library, reference
-from lightning_fp8.ops.activations import activate, activated_width
+from lightning_fp8.ops.activations import activated_width
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
@@ -26,10 +26,13 @@ _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor
 #   stored in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [M, ceil(K/128)] float32 of
-#   payload, scale_inv [K, ceil(M/128)] float32 of payload_t). Every 128 elements along a row of a payload, fewer at its
-#   end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax is not finite. Scales in E8M0
-#   are for 32 elements, flat tiles of uint8, see ops/e8m0.py. `layout`, M' and recording are as for `cast`.
-_CAST_BLOCKS = define("cast_blocks(Tensor x, Slot slot, str layout) -> (Tensor, Tensor, Tensor, Tensor)")
+#   payload, scale_inv [K, ceil(M/128)] float32 of payload_t), of activation(x) as for `cast`. Every 128 elements along
+#   a row of a payload, fewer at its end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax
+#   is not finite. Scales in E8M0 are for 32 elements, flat tiles of uint8, see ops/e8m0.py. `layout`, M' and recording
+#   are as for `cast`.
+_CAST_BLOCKS = define(
+    "cast_blocks(Tensor x, Slot slot, str activation, str layout) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 # cast_weight_blocks: weight [N, K] -> (payload, payload_t, scale_inv [ceil(N/128), ceil(K/128)] float32, empty). The
 #   same for squares of 128 x 128; payload_t has the transposed scales. With scales in E8M0, for 1 x 32 or squares of
 #   32 x 32, the results have the shapes of those of cast_blocks. The state gets the largest amax and its scale.
@@ -72,8 +75,8 @@ def _cast_weight_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Te
     return *new_payloads(weight, weight.shape, layout), weight.new_empty((), dtype=torch.float32)
 
 
-def _cast_blocks_fake(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return blocks.new_cast(x, slot.current, layout)
+def _cast_blocks_fake(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return blocks.new_cast(x, (x.shape[0], activated_width(x.shape[1], activation)), slot.current, layout)
 
 
 def _cast_weight_blocks_fake(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,9 +120,8 @@ def cast_operand(
     """
     layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.current.blocks:
-        rows, columns, scale_inv, columns_scale_inv = cast_blocks(activate(x, activation), slot, layout)
-        operand = Fp8Operand(rows, columns, scale_inv, columns_scale_inv, slot.format)
-        return cuda.as_multiplied(operand) if slot.current.blocks == "power of 2" else operand
+        made = cast_blocks(x, slot, activation, layout)
+        return cuda.in_blocks(made, slot)
     is_on_gpu = x.is_cuda or library.cuda_on_cpu
     run = cast if watched else cast.cuda if is_on_gpu else cast.cpu
     if is_on_gpu and needs_transposed_payload(x.device, (x.shape[0], activated_width(x.shape[1], activation))):

@@ -7,12 +7,14 @@ is cast once, and its scales by columns are the transpose of those by rows. Noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fp8.ops import e8m0, reference
-from lightning_fp8.ops.activations import activation_gradient
+from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, per_block, per_row, power_of_2, record_amax, scale_of_current
 from lightning_fp8.ops.backward import gradients_by
 from lightning_fp8.ops.counting import count, is_counting, note_exponents
@@ -30,8 +32,9 @@ from lightning_fp8.ops.operand import (
 from lightning_fp8.ops.reference import row_chunks
 
 
-def cast(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
+    x = activate(x, activation)
     *made, largest = _both(x, FORMATS[slot.format], slot.current, layout)
     rows, columns, scale_inv, columns_scale_inv = made
     amax, _, _ = slot.open()
@@ -98,7 +101,7 @@ def cast_gradient(
     """
     dy = dy if h is None else activation_gradient(h, dy, activation)
     if slot.current.blocks:
-        made = cast(dy, slot, layout)
+        made = cast(dy, slot, "none", layout)
     else:
         rows, columns, scale_inv = reference.cast(dy, slot, "none", layout)
         made = rows, columns, scale_inv, scale_inv
@@ -127,31 +130,36 @@ def block_scale(amax: Tensor, fmt: Fp8Format, current: CurrentScale) -> tuple[Te
     return scale, scale.reciprocal()
 
 
-def new_cast(x: Tensor, current: CurrentScale, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of the operator ``lightning_fp8::cast_blocks``."""
-    scale_inv = _new_scales(x, current) if layout != "columns" else nothing(x, torch.float32)
-    columns_scale_inv = _new_scales(x.t(), current) if layout != "rows" else nothing(x, torch.float32)
-    return *new_payloads(x, x.shape, layout), scale_inv, columns_scale_inv
+def new_cast(
+    like: Tensor, shape: Sequence[int], current: CurrentScale, layout: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of the operator ``lightning_fp8::cast_blocks`` for a tensor of this shape."""
+    rows, columns = shape
+    scale_inv = columns_scale_inv = nothing(like, torch.float32)
+    if layout != "columns":
+        scale_inv = _new_scales(like, rows, columns, current)
+    if layout != "rows":
+        columns_scale_inv = _new_scales(like, columns, rows, current)
+    return *new_payloads(like, shape, layout), scale_inv, columns_scale_inv
 
 
 def new_weight_cast(weight: Tensor, current: CurrentScale, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised results of the operator ``lightning_fp8::cast_weight_blocks``."""
     if current.in_e8m0:
-        return new_cast(weight, current, layout)
+        return new_cast(weight, weight.shape, current, layout)
     squares = [-(-size // BLOCK) for size in weight.shape]
     scale_inv = weight.new_empty(squares, dtype=torch.float32)
     return *new_payloads(weight, weight.shape, layout), scale_inv, nothing(weight, torch.float32)
 
 
-def _new_scales(x: Tensor, current: CurrentScale) -> Tensor:
+def _new_scales(like: Tensor, rows: int, columns: int, current: CurrentScale) -> Tensor:
     """``[rows, blocks of a row]``, strides ``(1, rows)``: fastest to read for our GEMM, and what torch's takes.
 
     Tiles, if they are in E8M0.
     """
-    rows, columns = x.shape
     if current.in_e8m0:
-        return x.new_empty(e8m0.size_of_tiles(rows, columns), dtype=torch.uint8)
-    return x.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
+        return like.new_empty(e8m0.size_of_tiles(rows, columns), dtype=torch.uint8)
+    return like.new_empty(-(-columns // BLOCK), rows, dtype=torch.float32).t()
 
 
 def _cast(x: Tensor, fmt: Fp8Format, current: CurrentScale, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +167,9 @@ def _cast(x: Tensor, fmt: Fp8Format, current: CurrentScale, width: int) -> tuple
     size = BLOCKS[current.blocks].size
     amax = _block_amax(x, size)
     scale, scale_inv = block_scale(amax, fmt, current)
-    stored = e8m0.to_tiles(scale_inv) if current.in_e8m0 else _new_scales(x, current).copy_(scale_inv)
+    stored = (
+        e8m0.to_tiles(scale_inv) if current.in_e8m0 else _new_scales(x, len(x), x.shape[1], current).copy_(scale_inv)
+    )
     return _payload(x, scale, fmt, size, width), stored, _largest(amax)
 
 

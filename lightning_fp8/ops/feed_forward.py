@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_fp8.ops import blocks
 from lightning_fp8.ops.activations import activated_width, gated, gated_gradients
 from lightning_fp8.ops.backward import gradient_layout, gradients_by
 from lightning_fp8.ops.basic import cast_operand, fprop, scaled_mm
@@ -99,10 +100,7 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     if block.activation:
         a_fp8 = cast_operand(hidden[0], a, block.activation, block.keep_a)
     elif on_gpu(x):
-        is_separate = needs_transposed_payload(x.device, hidden[0].shape)
-        layout = "both" if block.keep_a and is_separate else "rows"
-        rows, columns, scale_inv = cuda.cast_gated(hidden[0], hidden[1], a, layout)
-        a_fp8 = Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, scale_inv, a.format)
+        a_fp8 = cuda.cast_gated(hidden[0], hidden[1], a, block.keep_a)
     else:
         a_fp8 = cast_operand(gated(*hidden), a, "none", block.keep_a)
     # their memory may be reused for the output
@@ -116,12 +114,16 @@ def _fake(block: Block) -> tuple[Tensor, ...]:
     m, n = math.prod(x.shape[:-1]), block.inner[0].weight.shape[0]
     hidden = [x.new_empty((m, n) if block.keep_h else 0, dtype=dtype) for _ in block.inner]
     width = activated_width(n, block.activation)
-    if needs_transposed_payload(x.device, (m, width)):
+    a_scale_inv = x.new_empty((), dtype=torch.float32)
+    if block.a.current.blocks:
+        made = blocks.new_cast(x, (m, width), block.a.current, "both" if block.keep_a else "rows")
+        _, a_fp8_t, _, a_scale_inv, _ = cuda.in_blocks(made, block.a)
+    elif needs_transposed_payload(x.device, (m, width)):
         a_fp8_t = x.new_empty(columns_shape(m, width) if block.keep_a else 0, dtype=torch.uint8)
     else:
         a_fp8_t = x.new_empty(m, width, dtype=torch.uint8).t()
     y = x.new_empty(*x.shape[:-1], block.outer.weight.shape[0], dtype=dtype)
-    return y, *hidden, a_fp8_t, x.new_empty((), dtype=torch.float32)
+    return y, *hidden, a_fp8_t, a_scale_inv
 
 
 def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:

@@ -27,7 +27,8 @@ ALL = (True, True, True)
 
 
 def kernel(dtype: torch.dtype) -> HostKernel:
-    return HostKernel(("cast_blocks", block_casts.variant(dtype)), block_casts.LAYOUT, block_casts.THREADS, 0)
+    defines = block_casts.variant(dtype)
+    return HostKernel(("cast_blocks", defines), block_casts.layout(defines), block_casts.THREADS, 0)
 
 
 def square_kernel() -> HostKernel:
@@ -96,15 +97,13 @@ def run(
             of["scale_inv"], of["scale_inv_t"] = (
                 None if one is None else one.t() for one in (of["scale_inv"], of["scale_inv_t"])
             )
-            block_casts.cast_blocks(
-                kernel(x.dtype),
-                x,
+            result = block_casts.Result(
                 None if again is None else again[:2],
-                power_of_two,
                 (of["y"], of["scale_inv"]),
                 (of["y_t"], of["scale_inv_t"]),
                 of["sums"],
             )
+            block_casts.cast(kernel(x.dtype), x, result, power_of_two=power_of_two)
         assert all(one is None or one.unharmed() for one in made.values()), "written outside of an output"
         results.append((Blocks(**of), again))
     for name, first, second in zip(Blocks._fields, *(result for result, _ in results), strict=True):

@@ -29,7 +29,7 @@ PATHS: dict[str, tuple[str, ...]] = {"integers": (), "instruction": ("CONVERTS_T
 
 def kernel(dtype: torch.dtype, path: str) -> HostKernel:
     defines = (*block_casts.variant(dtype), *PATHS[path])
-    return HostKernel(("cast_mx", defines), block_casts.MX_LAYOUT, block_casts.THREADS, 0)
+    return HostKernel(("cast_mx", defines), block_casts.layout(defines), block_casts.THREADS, 0)
 
 
 def weights_kernel(squares: bool, path: str) -> HostKernel:
@@ -68,14 +68,13 @@ def run(x: Tensor, path: str, outputs: tuple[bool, bool, bool] = ALL, offset: in
         ]
         of = [None if one is None else one.tensor for one in made]
         recorded = torch.tensor([0.25, amax, 0.25])
-        block_casts.cast_mx(
-            kernel(x.dtype, path),
-            x,
+        result = block_casts.Result(
             (torch.tensor([1]), recorded),
             (of[0], of[1]) if by_rows else None,
             (of[2], of[3]) if by_columns else None,
             of[4],
         )
+        block_casts.cast(kernel(x.dtype, path), x, result)
         assert all(one is None or one.unharmed() for one in made), "written outside of an output"
         largest = np.maximum(x.float().abs().max().item(), amax)
         np.testing.assert_equal(recorded.numpy(), np.float32([0.25, largest, 0.25]))

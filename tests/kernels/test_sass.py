@@ -34,6 +34,14 @@ IN_BLOCKS: list[Family] = [
     (name, block_casts.variant(dtype)) for name in ("cast_blocks", "cast_mx") for dtype in INPUTS
 ]
 BF16_BLOCKS, BF16_MX = (one for one in IN_BLOCKS if one[1] == block_casts.variant(torch.bfloat16))
+# with an activation, and gradients
+FUSED_BLOCKS: list[Family] = [
+    (name, block_casts.variant(dtype, activation, backward))
+    for name in ("cast_blocks", "cast_mx")
+    for dtype in INPUTS
+    for activation, backward in kernels._OF_ACTIVATIONS
+    if activation != "none"
+]
 # one kernel of each structure, to be disassembled
 CHOSEN = [
     casts(torch.bfloat16, "e4m3"),
@@ -51,8 +59,8 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
     """The numbers of blocks and threads that a kernel requests in its launch bounds."""
     if family == UPDATE:
         return 1, 1024
-    if family in IN_BLOCKS:
-        return 1 if "INPUT=Fp32" in family[1] else 2, 512
+    if family in IN_BLOCKS or family in FUSED_BLOCKS:
+        return 1 if {"INPUT=Fp32", "GATED=1", "BACKWARD=1"} & {*family[1]} else 2, 512
     if family in (SQUARES, MX_SQUARES):
         return 2, 512
     if family == MX_WEIGHTS:
@@ -65,7 +73,7 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
 
 # each dtype in one format for one architecture, because a format only changes the name of one instruction; for the
 # others the kernels with the most registers, in bf16; `doctor` compiles all kernels for the GPU at hand
-OTHERS = [WEIGHTS, SQUARES, MX_WEIGHTS, MX_SQUARES, *IN_BLOCKS, UPDATE]
+OTHERS = [WEIGHTS, SQUARES, MX_WEIGHTS, MX_SQUARES, *IN_BLOCKS, *FUSED_BLOCKS, UPDATE]
 EVERY = [*EVERY_CAST, *OTHERS]
 LARGE = [
     one
@@ -207,7 +215,7 @@ def test_casts_of_weights_in_blocks(family: Family, arch: str) -> None:
     assert count(found, rf"{ATOMIC}\..*") in (3, 3 * 3), found
 
 
-@pytest.mark.parametrize(("family", "most"), [(BF16_BLOCKS, 15.5), (BF16_MX, 17.5)], ids=["cast_blocks", "cast_mx"])
+@pytest.mark.parametrize(("family", "most"), [(BF16_BLOCKS, 15.7), (BF16_MX, 17.5)], ids=["cast_blocks", "cast_mx"])
 def test_a_cast_in_blocks_costs_an_element_at_most(family: Family, most: float) -> None:
     """As above, for a thread that in blocks of 128 computes no scale; in MX each does."""
     lines, labels = program(family, "sm_90a")
@@ -216,6 +224,25 @@ def test_a_cast_in_blocks_costs_an_element_at_most(family: Family, most: float) 
         place, between = shortest_way(lines, labels, place, landmark)
         passed += between
     assert passed / 32 <= most
+
+
+FUSED_TO_READ = [one for one in FUSED_BLOCKS if {"INPUT=Bf16"} < {*one[1]} and "ACTIVATION=Relu" not in one[1]]
+
+
+@pytest.mark.parametrize("family", FUSED_TO_READ, ids=name)
+def test_what_is_fused_into_casts_in_blocks(family: Family) -> None:
+    """Each tensor is read once, in words of 16 bytes, and a result is rounded and cast once for each layout."""
+    found = instructions(family, "sm_90a")
+    gated, backward, in_mx = "GATED=1" in family[1], "BACKWARD=1" in family[1], family[0] == "cast_mx"
+    casts_of = 1 + (gated and backward)
+    assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
+    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4 * (1 + gated + backward), found
+    assert count(found, r"STG\.E\.64") == 4 * casts_of, found
+    assert count(found, r"STG\.E\.128") == (2 + in_mx) * casts_of, found
+    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == 16 * 2 * casts_of, found
+    # two results a word; what a gate multiplies is rounded by itself
+    assert count(found, r"F2FP\.BF16\.F32\.PACK_AB.*") >= 16 * casts_of, found
+    assert count(found, rf"{ATOMIC}\..*") == casts_of, found
 
 
 # --- the argument struct ----------------------------------------------------------------------------------------------

@@ -59,12 +59,12 @@ def test_both_layouts_have_their_own_blocks(
 ) -> None:
     monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 1000)
     x, (state, slot, _) = numbers(*shape, dtype), slots(kind)
-    rows, columns, scale_inv, columns_scale_inv = ops.cast_blocks(x, slot, "both")
+    rows, columns, scale_inv, columns_scale_inv = ops.cast_blocks(x, slot, "none", "both")
     check(rows, scale_inv, x, 1, kind)
     check(unpadded(columns, len(x)), columns_scale_inv, x.t(), 1, kind)
     assert np.array_equal(float(state.amax[0]), largest(x), equal_nan=True)
     for layout, kept in (("rows", (rows, scale_inv)), ("columns", (columns, columns_scale_inv))):
-        made = ops.cast_blocks(x, slot, layout)
+        made = ops.cast_blocks(x, slot, "none", layout)
         assert [torch.equal(one, other) for one, other in zip(made[layout == "columns" :: 2], kept)] == [True, True]
         assert [one.numel() for one in made[layout == "rows" :: 2]] == [0, 0]
 
@@ -85,7 +85,7 @@ def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool)
     generator = torch.Generator().manual_seed(m)
     _, slot, weight_slot = slots("float32")
     a, b = (torch.randn(rows, k, generator=generator) * 10.0 ** torch.randn(rows, k) for rows in (m, n))
-    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "rows")
+    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "none", "rows")
     b_fp8, _, b_inv, *_ = ops.cast_weight_blocks(b, weight_slot, "rows") if squares else _by_rows(b, slot)
     values = []
     for codes, scale_inv, rows in ((a_fp8, a_inv, 1), (b_fp8, b_inv, 128 if squares else 1)):
@@ -104,7 +104,7 @@ def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool)
 
 
 def _by_rows(b: Tensor, slot: Slot) -> Any:
-    payload, _, scale_inv, _ = ops.cast_blocks(b, slot, "rows")
+    payload, _, scale_inv, _ = ops.cast_blocks(b, slot, "none", "rows")
     return payload, None, scale_inv
 
 
@@ -125,7 +125,7 @@ def test_scales_as_torch_takes_them() -> None:
 def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, squares: bool) -> None:
     """cuBLASLt reads the scales of 333 rows as if they were 336."""
     _, slot, weight_slot = slots("float32")
-    a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "rows")
+    a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "none", "rows")
     w = torch.randn(n, k)
     b, _, b_inv, *_ = ops.cast_weight_blocks(w, weight_slot, "rows") if squares else _by_rows(w, slot)
     operands = Fp8Tensor(a, a_inv, "e4m3"), Fp8Tensor(b, b_inv, "e4m3")

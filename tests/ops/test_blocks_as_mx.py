@@ -54,7 +54,7 @@ def test_each_element_has_the_same_scale(rows: int, columns: int, weight: bool) 
         made = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, POWERS), "both")
         scales = made[2], made[2].t()
     else:
-        made = blocks.cast(x, with_scale(torch.ones(()), "e4m3")._replace(current=POWERS), "both")
+        made = blocks.cast(x, with_scale(torch.ones(()), "e4m3")._replace(current=POWERS), "none", "both")
         scales = made[2:]
     for payload, scale_inv in zip(made[:2], scales, strict=True):
         tiles = blocks.in_tiles(scale_inv, payload)

@@ -55,9 +55,9 @@ def test_casts_equal_the_reference(cuda_half: Counter[str], kind: str, layout: s
     # transposed, the last one without a copy
     for x in (wide, wide[:, 7:290], wide[:0], wide.t(), wide[:192, :304].t()):
         (theirs, slot, weight_slot), (ours, our_slot, our_weight_slot) = slots(kind), slots(kind)
-        expected = blocks.cast(x, slot, layout), blocks.cast_weight(x, weight_slot, layout)
+        expected = blocks.cast(x, slot, "none", layout), blocks.cast_weight(x, weight_slot, layout)
         cuda_half.clear()
-        made = ops.cast_blocks(x, our_slot, layout), ops.cast_weight_blocks(x, our_weight_slot, layout)
+        made = ops.cast_blocks(x, our_slot, "none", layout), ops.cast_weight_blocks(x, our_weight_slot, layout)
         assert len(cuda_half) == (2 if len(x) else 0)
         for at, (one, other) in enumerate(zip((*made[0], *made[1]), (*expected[0], *expected[1]), strict=True)):
             # in E8M0, a block with an infinity is NaN
@@ -90,7 +90,7 @@ def test_a_compiled_step(chosen: Counter[str]) -> None:
 
 def test_nothing_is_recorded_where_nothing_is_trained(cuda_half: Counter[str]) -> None:
     state, slot, _ = slots("float32", record=False)
-    ops.cast_blocks(torch.randn(4, 4), slot, "both")
+    ops.cast_blocks(torch.randn(4, 4), slot, "none", "both")
     assert sum(cuda_half.values()) == 1
     assert state.amax[0] == 0
 
@@ -104,14 +104,14 @@ def test_products_are_those_of_the_values(
     _, slot, weight_slot = slots("float32")
     # K is not a multiple of 16, so operands are padded
     a, b = (torch.randn(rows, 300) * torch.randn(rows, 300).mul(3).exp() for rows in (70, 140))
-    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "rows")
+    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "none", "rows")
     if squares:
         # as dgrad takes them: the payload by columns is padded, and its scales are a transposed view
         _, b_fp8, b_inv, _ = ops.cast_weight_blocks(b.t().contiguous(), weight_slot, "both")
         assert b_fp8.shape == (140, 304)
         b_inv = b_inv.t()
     else:
-        b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot, "rows")
+        b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot, "none", "rows")
     cuda_half.clear()
     bias, operands = torch.randn(140), (Fp8Tensor(a_fp8, a_inv, "e4m3"), Fp8Tensor(b_fp8, b_inv, "e4m3"))
     out = ops.scaled_mm(*operands, bias, torch.bfloat16, squares)
@@ -267,16 +267,20 @@ class Cast(NamedTuple):
     Attributes:
         weights: the arguments of :func:`kernels_cuda.casts.weights_variant`; None for a cast of an input.
         mx: whether scales are in E8M0.
+        gated: whether it is of the gradients of a gated block.
     """
 
     weights: tuple[bool, bool] | None
     mx: bool
+    gated: bool = False
 
     def self_test(self, kind: type[HostKernel] = HostKernel) -> str | None:
         if self.weights is None:
-            family, layout = ("cast_mx", block_casts.MX_LAYOUT) if self.mx else ("cast_blocks", block_casts.LAYOUT)
-            made = kind((family, block_casts.variant(torch.float32)), layout, block_casts.THREADS, 0)
-            return self_test_blocks.cast(CPU, torch.float32, made, self.mx)
+            activation = ("swiglu", True) if self.gated else ("none", False)
+            defines = block_casts.variant(torch.float32, *activation)
+            function = "cast_mx" if self.mx else "cast_blocks", defines
+            made = kind(function, block_casts.layout(defines), block_casts.THREADS, 0)
+            return self_test_blocks.cast(CPU, torch.float32, made, self.mx, *activation)
         variant = "cast_weights", casts.weights_variant(*self.weights)
         made = kind(variant, casts.CAST_WEIGHTS_LAYOUT, block_casts.THREADS, 0)
         return self_test_blocks.cast_weights(CPU, made, *self.weights)
@@ -285,7 +289,12 @@ class Cast(NamedTuple):
         """Positions of addresses among the arguments, and what they are called; of a single weight in its struct."""
         payloads, scales = ("in payload", "in payload by columns"), ("in scale_inv", "in scale_inv by columns")
         if self.weights is None:
-            return dict(zip((2, 3, 4, 10, 11, 13), (*payloads, "column sums", *scales, "in amax"), strict=True))
+            words = *payloads, "column sums", *scales, "in amax"
+            found = dict(zip((2, 3, 4, 10, 11, 13), words, strict=True))
+            # the gradient of up has its own; a wrong sum is a wrong value already
+            of_up = zip((16, 17, 18, 20, 21, 23), words, strict=True) if self.gated else ()
+            changed = {4: "other values", 18: "other values"} if self.gated else {}
+            return {**found, **dict(of_up), **changed}
         found = dict(zip((2, 3, 9, 10, 18), ("in scale", "in amax", *payloads, scales[0]), strict=True))
         # squares of 128 x 128 have no other scales by columns
         return {**found, 19: scales[1]} if self.mx else found
@@ -295,6 +304,8 @@ CASTS = {
     "blocks": Cast(None, False),
     "squares": Cast((True, False), False),
     "mx": Cast(None, True),
+    "gated blocks": Cast(None, False, True),
+    "gated mx": Cast(None, True, True),
     "mx weights": Cast((False, True), True),
     "mx squares": Cast((True, True), True),
 }
@@ -306,7 +317,7 @@ def test_the_self_test_of_casts_finds_each_wrong_output(name: str) -> None:
     assert cast.self_test() is None
     for position, words in cast.places().items():
         # the second number of the state
-        is_state = position == 13 or (position < 4 and cast.weights is not None)
+        is_state = position in (13, 23) or (position < 4 and cast.weights is not None)
         damage = staticmethod(poke(position, 6 if is_state else 2, 1))
         assert str(cast.self_test(type("Damaging", (Broken,), {"damage": damage}))).endswith(words)
 

@@ -31,8 +31,8 @@ def operands(m: int, n: int, k: int) -> tuple[Fp8Tensor, Fp8Tensor]:
     generator = torch.Generator().manual_seed(m)
     slot = with_scale(torch.ones(()), "e4m3")._replace(current=MXScaling().current)
     a, b = (torch.randn(rows, columns, generator=generator) for rows, columns in ((m, k), (k, n)))
-    rows, _, scale_inv, _ = blocks.cast(a, slot, "rows")
-    _, columns, _, columns_scale_inv = blocks.cast(b, slot, "columns")
+    rows, _, scale_inv, _ = blocks.cast(a, slot, "none", "rows")
+    _, columns, _, columns_scale_inv = blocks.cast(b, slot, "none", "columns")
     return Fp8Tensor(rows, scale_inv, "e4m3"), Fp8Tensor(columns, columns_scale_inv, "e4m3")
 
 

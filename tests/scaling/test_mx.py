@@ -44,7 +44,7 @@ def cast(x: Tensor) -> tuple[Tensor, ...]:
     state = ScalingState([""], MXScaling())
     current = CurrentScale(blocks="e8m0")
     slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, True, "auto", current)
-    codes, columns, *tiles = ops.cast_blocks(x, slot, "both")
+    codes, columns, *tiles = ops.cast_blocks(x, slot, "none", "both")
     scales = (e8m0.from_tiles(one, rows, -(-k // 32)) for one, (rows, k) in zip(tiles, (x.shape, x.t().shape)))
     return codes, columns, *scales
 

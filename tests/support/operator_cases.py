@@ -215,16 +215,16 @@ def _update_scales(made: Made) -> tuple[Any, ...]:
 _MAKE: dict[str, tuple[Callable[[Made], tuple[Any, ...]], dict[str, Recipe]]] = {
     "cast": (_cast, OF_TENSORS),
     "cast_weight": (lambda made: (made.matrix(made.n, made.k), made.weight_slot(), made.case.layout), OF_TENSORS),
-    "cast_blocks": (lambda made: (made.matrix(made.m, made.k), made.slot("input"), made.case.layout), IN_BLOCKS),
+    "cast_blocks": (_cast, IN_BLOCKS),
     "cast_weight_blocks": (lambda made: (made.matrix(made.n, made.k), made.weight_slot(), made.case.layout), IN_BLOCKS),
     "scaled_mm": (_scaled_mm, OF_TENSORS | IN_BLOCKS),
     "scaled_mm_add_": (_scaled_mm_add, OF_TENSORS | IN_BLOCKS),
     "linear": (_linear, OF_TENSORS | IN_BLOCKS),
-    "linear_backward": (_linear_backward, OF_TENSORS),
-    "mlp": (_mlp, OF_TENSORS),
-    "mlp_backward": (_mlp_backward, OF_TENSORS),
-    "gated_mlp": (_gated_mlp, OF_TENSORS),
-    "gated_backward": (_gated_backward, OF_TENSORS),
+    "linear_backward": (_linear_backward, OF_TENSORS | IN_BLOCKS),
+    "mlp": (_mlp, OF_TENSORS | IN_BLOCKS),
+    "mlp_backward": (_mlp_backward, OF_TENSORS | IN_BLOCKS),
+    "gated_mlp": (_gated_mlp, OF_TENSORS | IN_BLOCKS),
+    "gated_backward": (_gated_backward, OF_TENSORS | IN_BLOCKS),
     "update_scales": (_update_scales, OF_TENSORS),
 }
 OPERATORS = tuple(_MAKE)

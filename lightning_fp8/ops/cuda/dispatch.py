@@ -30,6 +30,8 @@ from lightning_fp8.ops.operand import (
     nothing,
 )
 
+# a gradient's payloads by rows and by columns, the scale_inv of each, and column sums
+Cast = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # the layout of a transposed tensor's payloads
 _TRANSPOSED = {"rows": "columns", "columns": "rows"}
 
@@ -77,29 +79,52 @@ def kernel_for_weights(device: torch.device, current: CurrentScale) -> Kernel | 
     return weights_kernel(device, current.squares, current.in_e8m0)
 
 
-def cast_blocks(x: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_blocks(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
-    return _cast_blocks(x, slot, layout, False)[:4]
+    return _cast_blocks(x, None, activation, slot, layout, False)[:4]
 
 
-def _cast_blocks(x: Tensor, slot: Slot, layout: str, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same, and with ``sums`` the column sums ``[columns] float32``."""
-    current = slot.current
-    kernel = block_cast_kernel(x.device, x.dtype, current.in_e8m0) if x.numel() and slot.format == "e4m3" else None
-    if kernel is None:
+def _cast_blocks(x: Tensor, dy: Tensor | None, activation: str, slot: Slot, layout: str, sums: bool) -> Cast:
+    """The same, or with ``dy`` that of the gradient of x; with ``sums`` the column sums ``[columns] float32``."""
+    kernel = _kernel_in_blocks(x, slot, activation, dy is not None)
+    is_gated = activation == "swiglu"
+    # blocks must not lie in both halves of a gradient
+    fits = dy is None or (dy.dtype == x.dtype and not (is_gated and x.shape[1] % (2 * block_casts.BLOCK)))
+    if kernel is None and activation == "none":
         return blocks.cast_gradient(x, None, "none", slot, layout, sums)
+    if kernel is None or not fits:
+        values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
+        return _cast_blocks(values, None, "none", slot, layout, sums)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y, y_t, scale_inv, scale_inv_t = blocks.new_cast(x, current, layout)
-    partial = x.new_empty(casts.column_sum_tiles(len(x)), x.shape[1], dtype=torch.float32) if sums else None
+    dy = dy if dy is None or dy.stride(1) == 1 else dy.contiguous()
+    width = x.shape[1] // 2 if is_gated and dy is None else x.shape[1]
+    made, result = _new_blocks(slot, (len(x), width), layout, sums)
+    block_casts.cast(kernel, x, result, dy, is_gated, slot.current.blocks == "power of 2")
+    if is_counting(slot):
+        values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
+        blocks.count_if_asked(values, *made[2:], slot, layout)
+    return *made, _total(result.column_sums, x)
+
+
+def _kernel_in_blocks(x: Tensor, slot: Slot, activation: str, gradient: bool) -> Kernel | None:
+    if not x.numel() or slot.format != "e4m3":
+        return None
+    return block_cast_kernel(x.device, x.dtype, slot.current.in_e8m0, activation, gradient)
+
+
+def _new_blocks(
+    slot: Slot, shape: tuple[int, int], layout: str, sums: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], block_casts.Result]:
+    """Memory for the cast of a tensor of this shape, and what a kernel writes to."""
+    y, y_t, scale_inv, scale_inv_t = made = blocks.new_cast(slot.scale, shape, slot.current, layout)
     amax, _, _ = slot.open()
-    recorded = None if amax is None else (slot.index, amax)
-    outputs = None if layout == "columns" else (y, scale_inv), None if layout == "rows" else (y_t, scale_inv_t), partial
-    if current.in_e8m0:
-        block_casts.cast_mx(kernel, x, recorded, *outputs)
-    else:
-        block_casts.cast_blocks(kernel, x, recorded, current.blocks != "float32", *outputs)
-    blocks.count_if_asked(x, scale_inv, scale_inv_t, slot, layout)
-    return y, y_t, scale_inv, scale_inv_t, _total(partial, x)
+    result = block_casts.Result(
+        None if amax is None else (slot.index, amax),
+        None if layout == "columns" else (y, scale_inv),
+        None if layout == "rows" else (y_t, scale_inv_t),
+        slot.scale.new_empty(casts.column_sum_tiles(shape[0]), shape[1]) if sums else None,
+    )
+    return made, result
 
 
 def cast_weights(
@@ -144,6 +169,12 @@ def _cast_weights(
     return operands
 
 
+def in_blocks(cast: Sequence[Tensor], slot: Slot) -> Fp8Operand:
+    """A cast in blocks as an operand of products."""
+    operand = Fp8Operand(cast[0], cast[1], cast[2], cast[3], slot.format)
+    return as_multiplied(operand) if slot.current.blocks == "power of 2" else operand
+
+
 def as_multiplied(operand: Fp8Operand) -> Fp8Operand:
     """An operand whose blocks have powers of two, with the scales that products take here: those of MX, or its own."""
     if not multiplies_as_mx(operand.by_rows.device):
@@ -166,16 +197,11 @@ def measure_weights(weights: Sequence[Tensor]) -> Tensor:
     return table.current_amax
 
 
-def cast_gradient(
-    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def cast_gradient(dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool) -> Cast:
     """See :func:`lightning_fp8.ops.cuda.plain.cast_gradient`; in blocks where the slot is."""
     if slot.current.blocks:
-        cast = _cast_blocks(dy if h is None else activation_gradient(h, dy, activation), slot, layout, bias)
-        if slot.current.blocks != "power of 2":
-            return cast
-        made = as_multiplied(Fp8Operand(cast[0], cast[1], cast[2], cast[3], slot.format))
-        return made.by_rows, made.by_columns, made.scale_inv, made.columns_scale_inv, cast[4]
+        x, gradient, of = (dy, None, "none") if h is None else (h, dy, activation)
+        return _multiplied(_cast_blocks(x, gradient, of, slot, layout, bias), slot)
     if layout != "rows" and not needs_transposed_payload(dy.device, (dy if h is None else h).shape):
         return _with_view(cast_gradient(dy, h, activation, slot, "rows", bias))
     kernel = cast_kernel(dy.device, dy.dtype, slot.format, activation, h is not None) if dy.numel() else None
@@ -192,8 +218,33 @@ def cast_gradient(
 linear_backward = gradients_by(cast_gradient, scaled_mm)
 
 
-def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The cast of ``silu(gate) * up``: payload, transposed payload, scale_inv."""
+def _multiplied(cast: Cast, slot: Slot) -> Cast:
+    """A gradient's cast in blocks, with the scales that products take."""
+    return *in_blocks(cast, slot)[:4], cast[4]  # type: ignore[return-value]
+
+
+def cast_gated(gate: Tensor, up: Tensor, slot: Slot, keep: bool) -> Fp8Operand:
+    """The cast of ``silu(gate) * up`` for the GEMMs; by columns too if backward needs that (``keep``)."""
+    if slot.current.blocks:
+        return in_blocks(_cast_gated_blocks(gate, up, slot, "both" if keep else "rows"), slot)
+    is_separate = needs_transposed_payload(gate.device, gate.shape)
+    rows, columns, scale_inv = _cast_gated(gate, up, slot, "both" if keep and is_separate else "rows")
+    return Fp8Operand(rows, columns if is_separate else rows.t(), scale_inv, scale_inv, slot.format)
+
+
+def _cast_gated_blocks(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> Sequence[Tensor]:
+    kernel = _kernel_in_blocks(gate, slot, "swiglu", False)
+    if kernel is None:
+        return _cast_blocks(gated(gate, up), None, "none", slot, layout, False)
+    made, result = _new_blocks(slot, (len(gate), gate.shape[1]), layout, False)
+    of_two = slot.current.blocks == "power of 2"
+    block_casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result, power_of_two=of_two)
+    if is_counting(slot):
+        blocks.count_if_asked(gated(gate, up), *made[2:], slot, layout)
+    return made
+
+
+def _cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     kernel = cast_kernel(gate.device, gate.dtype, slot.format, "swiglu", False) if gate.numel() else None
     if kernel is None:
         return plain.cast(gated(gate, up), slot, "none", layout)
@@ -206,8 +257,11 @@ def cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tenso
 
 def cast_gated_gradients(
     gate: Tensor, up: Tensor, dy: Tensor, slots: tuple[Slot, Slot], layout: str, biases: Sequence[bool]
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+) -> list[Cast]:
     """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
+    if slots[0].current.blocks:
+        made = _cast_gated_blocks_gradients(gate, up, dy, slots, layout, biases)
+        return [_multiplied(cast, slot) for cast, slot in zip(made, slots, strict=True)]
     if layout != "rows" and not needs_transposed_payload(dy.device, dy.shape):
         return [*map(_with_view, cast_gated_gradients(gate, up, dy, slots, "rows", biases))]
     kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
@@ -228,6 +282,27 @@ def cast_gated_gradients(
     ]
 
 
+def _cast_gated_blocks_gradients(
+    gate: Tensor, up: Tensor, dy: Tensor, slots: tuple[Slot, Slot], layout: str, biases: Sequence[bool]
+) -> list[Cast]:
+    kernel = _kernel_in_blocks(gate, slots[0], "swiglu", True) if gate.dtype == dy.dtype else None
+    if kernel is None:
+        parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
+        return [_cast_blocks(one, None, "none", slot, layout, bias) for one, slot, bias in parts]
+    # the kernel sums both or neither
+    shape = len(gate), gate.shape[1]
+    (made, result), (made_up, of_up) = (_new_blocks(slot, shape, layout, any(biases)) for slot in slots)
+    dy, of_two = dy if dy.stride(1) == 1 else dy.contiguous(), slots[0].current.blocks == "power of 2"
+    block_casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result, dy, of_up, of_two)
+    both = (made, result), (made_up, of_up)
+    if any(map(is_counting, slots)):
+        for gradient, (cast, _), slot in zip(gated_gradients(gate, up, dy), both, slots, strict=True):
+            blocks.count_if_asked(gradient, *cast[2:], slot, layout)
+    return [
+        (*cast, _total(one.column_sums if bias else None, dy)) for (cast, one), bias in zip(both, biases, strict=True)
+    ]
+
+
 def update_scales(
     amax: Tensor,
     amax_history: Tensor,
@@ -245,9 +320,7 @@ def update_scales(
         scales.update_scales(kernel, amax, amax_history, scale, fp8_max, nonfinite_steps, most_recent, margin_factor)
 
 
-def _with_view(
-    cast: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _with_view(cast: Cast) -> Cast:
     """A cast by rows, with the payload by columns as a view of it."""
     return cast[0], cast[0].t(), *cast[2:]
 

@@ -24,6 +24,15 @@ BACKENDS = ("auto", "reference")
 _PLAIN = "torch's own operators take over, with the same results and more passes over memory."
 
 
+# each activation, and its gradient
+_OF_ACTIVATIONS = [
+    (activation, backward)
+    for activation in casts.ACTIVATIONS
+    for backward in (False, True)
+    if not (backward and activation == "none")
+]
+
+
 @functools.cache
 def backend() -> str:
     """``LIGHTNING_FP8_BACKEND``: ``auto``, or ``reference`` for plain torch on every device. Read once.
@@ -82,11 +91,14 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         _cast_variant(dtype, fmt, activation, backward)
         for dtype in casts.INPUTS
         for fmt in casts.FORMATS
-        for activation in casts.ACTIVATIONS
-        for backward in (False, True)
-        if not (backward and activation == "none")
+        for activation, backward in _OF_ACTIVATIONS
     ]
-    in_blocks = [_block_cast_variant(dtype, mx) for mx in (False, True) for dtype in casts.INPUTS]
+    in_blocks = [
+        _block_cast_variant(dtype, mx, *chosen)
+        for mx in (False, True)
+        for dtype in casts.INPUTS
+        for chosen in _OF_ACTIVATIONS
+    ]
     in_blocks += [_weights_variant(*kind) for kind in ((True, False), (False, True), (True, True))]
     in_blocks += [
         _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
@@ -141,9 +153,11 @@ def weights_kernel(device: torch.device, squares: bool, mx: bool = False) -> Ker
 
 
 @functools.cache
-def block_cast_kernel(device: torch.device, input: torch.dtype, mx: bool = False) -> Kernel | None:
-    """``cast_blocks``, or with ``mx`` ``cast_mx``, for inputs of this dtype, or None."""
-    return _obtain(_block_cast_variant(input, mx), device) if input in casts.INPUTS else None
+def block_cast_kernel(
+    device: torch.device, input: torch.dtype, mx: bool = False, activation: str = "none", backward: bool = False
+) -> Kernel | None:
+    """The variant of ``cast_blocks``, or with ``mx`` of ``cast_mx``, for inputs of this dtype, or None."""
+    return _obtain(_block_cast_variant(input, mx, activation, backward), device) if input in casts.INPUTS else None
 
 
 @functools.cache
@@ -213,12 +227,13 @@ def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bo
     return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, test)
 
 
-def _block_cast_variant(input: torch.dtype, mx: bool) -> Variant:
+def _block_cast_variant(input: torch.dtype, mx: bool, activation: str, backward: bool) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_blocks.cast(device, input, kernel, mx)
+        return self_test_blocks.cast(device, input, kernel, mx, activation, backward)
 
-    family, layout = ("cast_mx", block_casts.MX_LAYOUT) if mx else ("cast_blocks", block_casts.LAYOUT)
-    return Variant(family, block_casts.variant(input), layout, block_casts.THREADS, test)
+    defines = block_casts.variant(input, activation, backward)
+    family = "cast_mx" if mx else "cast_blocks"
+    return Variant(family, defines, block_casts.layout(defines), block_casts.THREADS, test)
 
 
 def _weights_variant(squares: bool, mx: bool = False) -> Variant:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +13,7 @@ from kernels_cuda import block_casts
 from kernels_cuda.casts import INPUTS, column_sum_tiles
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops import blocks, e8m0
+from lightning_fp8.ops.activations import activate, activation_gradient, gated, gated_gradients
 from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.cuda.self_test import casts_of_weights, hard_to_round, payloads, random_values
 from lightning_fp8.ops.formats import FORMATS
@@ -22,14 +26,87 @@ _KINDS = ("float32", "power of 2")
 _MX_KINDS = {False: "e8m0", True: "e8m0 squares"}
 
 
-def cast(device: torch.device, input: torch.dtype, kernel: Kernel, mx: bool = False) -> str | None:
-    """Both payloads and their scales, amax and column sums; each kind of scales, or with ``mx`` those in E8M0."""
-    for x in _cases(input):
+class _Given(NamedTuple):
+    """What a variant takes, on its device; up for gated ones, dy for gradients."""
+
+    x: Tensor
+    up: Tensor | None
+    dy: Tensor | None
+
+    def every(self, change: Callable[[Tensor], Tensor]) -> _Given:
+        return _Given(*(None if one is None else change(one) for one in self))  # type: ignore[arg-type]
+
+    def in_fp64(self, activation: str) -> Sequence[Tensor]:
+        """The tensors to cast."""
+        x, up, dy = self.every(lambda one: one.cpu().double())
+        if up is not None:
+            return [gated(x, up)] if dy is None else gated_gradients(x, up, dy)
+        return [activate(x, activation) if dy is None else activation_gradient(x, dy, activation)]
+
+
+def cast(
+    device: torch.device,
+    input: torch.dtype,
+    kernel: Kernel,
+    mx: bool = False,
+    activation: str = "none",
+    backward: bool = False,
+) -> str | None:
+    """Both payloads and their scales, amax and column sums; each kind of scales, or with ``mx`` those in E8M0.
+
+    The last bits of an activation are the kernel's own, so its results are taken for the values that are cast.
+    """
+    cases = _cases(input)
+    # the one without inf and NaN has an amax to compare
+    for x in cases if activation == "none" else [cases[0], random_values(*_SHAPES[1], input)]:
+        rows, columns = x.shape
+        up = random_values(columns, rows, input).t().contiguous() if activation == "swiglu" else None
+        dy = random_values(rows + 1, columns, input)[1:] if backward else None
+        given = _Given(x, up, dy).every(lambda one: one.to(device))
+        values: Sequence[Tensor] = [x]
+        if activation != "none":
+            # the sum of a column of one row
+            values = [one.view(rows, columns).to(input) for one in _sums_of_one_row(device, given, kernel)]
+            if not all(map(_is_nearly, values, given.in_fp64(activation), [given] * len(values))):
+                return f"its self-test at {rows} x {columns} gave other values"
         for kind in (_MX_KINDS[False],) if mx else _KINDS:
-            failure = _compare(device, x, CurrentScale(blocks=kind), kernel)
+            failure = _compare(device, given, values, CurrentScale(blocks=kind), kernel)
             if failure is not None:
-                return f"its self-test at {len(x)} x {x.shape[1]} with scales in {kind} gave {failure}"
+                return f"its self-test at {rows} x {columns} with scales in {kind} gave {failure}"
     return None
+
+
+def _sums_of_one_row(device: torch.device, given: _Given, kernel: Kernel) -> list[Tensor]:
+    flat = given.every(lambda one: one.reshape(1, -1))
+    sums = [torch.full(flat.x.shape, float("nan"), device=device) for _ in range(_results(given))]
+    _launch(kernel, flat, [block_casts.Result(None, column_sums=one) for one in sums], False)
+    return [one.cpu() for one in sums]
+
+
+def _results(given: _Given) -> int:
+    """How many tensors a variant casts: also the gradient of up."""
+    return 1 if given.up is None or given.dy is None else 2
+
+
+def _launch(kernel: Kernel, given: _Given, results: Sequence[block_casts.Result], power_of_two: bool) -> None:
+    x, up, dy = given
+    if up is None:
+        block_casts.cast(kernel, x, results[0], dy, power_of_two=power_of_two)
+    else:
+        of_up = None if dy is None else results[1]
+        block_casts.cast_gated(kernel, x, up, results[0], dy, of_up, power_of_two)
+
+
+def _is_nearly(values: Tensor, exact: Tensor, given: _Given) -> bool:
+    """Whether results have the errors of their dtype, or of fp32 before the last operations."""
+    info, slack = torch.finfo(values.dtype), torch.full_like(exact, 2.0**-18)
+    for factor in (given.up, given.dy):
+        slack = slack if factor is None else slack * (1 + factor.cpu().double().abs())
+    expected = exact.to(values.dtype)
+    close = (values.double() - exact).abs() <= max(4 * info.eps, 2.0**-18) * exact.abs() + slack + info.smallest_normal
+    # a sum may overflow by its last bit
+    both = close | (values.isfinite() == expected.isfinite()) & ~expected.isfinite() | (exact.abs() > 0.99 * info.max)
+    return bool(both.all())
 
 
 def cast_weights(device: torch.device, kernel: Kernel, squares: bool = True, mx: bool = False) -> str | None:
@@ -60,21 +137,35 @@ def _cases(input: torch.dtype) -> list[Tensor]:
     return [*cases, hard, F.pad(powers.view(-1, 1).to(input), (0, 2))]
 
 
-def _compare(device: torch.device, x: Tensor, current: CurrentScale, kernel: Kernel) -> str | None:
-    (rows, columns), moved = x.shape, x.to(device)
-    y, y_t = payloads(x, device)
-    scale_inv, scale_inv_t = (one.fill_(77) for one in blocks.new_cast(moved, current, "both")[2:])
-    sums = torch.full((column_sum_tiles(rows), columns), float("nan"), device=device)
-    amax = torch.zeros(3, device=device)
-    recorded = (torch.tensor([1], device=device), amax)
-    power_of_two = current.blocks != "float32"
-    outputs = (y, scale_inv), (y_t, scale_inv_t)
-    if current.in_e8m0:
-        block_casts.cast_mx(kernel, moved, recorded, *outputs, sums)
-    else:
-        block_casts.cast_blocks(kernel, moved, recorded, power_of_two, *outputs, sums)
+def _compare(
+    device: torch.device, given: _Given, values: Sequence[Tensor], current: CurrentScale, kernel: Kernel
+) -> str | None:
+    written, results = [], []
+    for x in values:
+        y, y_t = payloads(x, device)
+        scale_inv, scale_inv_t = (one.fill_(77) for one in blocks.new_cast(given.x, x.shape, current, "both")[2:])
+        sums = torch.full((column_sum_tiles(len(x)), x.shape[1]), float("nan"), device=device)
+        amax = torch.zeros(3, device=device)
+        recorded = torch.tensor([1], device=device), amax
+        results.append(block_casts.Result(recorded, (y, scale_inv), (y_t, scale_inv_t), sums))
+        written.append((y, y_t, scale_inv, scale_inv_t, sums, amax[1]))
+    _launch(kernel, given, results, current.blocks == "power of 2")
+    failures = (_compare_cast(x, current, *outputs) for x, outputs in zip(values, written, strict=True))
+    return next((one for one in failures if one is not None), None)
+
+
+def _compare_cast(
+    x: Tensor,
+    current: CurrentScale,
+    y: Tensor,
+    y_t: Tensor,
+    scale_inv: Tensor,
+    scale_inv_t: Tensor,
+    sums: Tensor,
+    amax: Tensor,
+) -> str | None:
     slot = with_scale(torch.ones(()), "e4m3")._replace(current=current)
-    by_rows, by_columns, *inverses = blocks.cast(x, slot, "both")
+    by_rows, by_columns, *inverses = blocks.cast(x, slot, "none", "both")
     if not torch.allclose(sums.sum(0).cpu(), x.float().sum(0), rtol=1e-5, atol=1e-3, equal_nan=True):
         return "other column sums"
     return (
@@ -82,7 +173,7 @@ def _compare(device: torch.device, x: Tensor, current: CurrentScale, kernel: Ker
         or _difference("payload by columns", y_t, by_columns)
         or _difference("scale_inv", scale_inv, inverses[0])
         or _difference("scale_inv by columns", scale_inv_t, inverses[1])
-        or _difference("amax", amax[1], max_abs(x))
+        or _difference("amax", amax, max_abs(x))
     )
 
 
@@ -114,8 +205,8 @@ def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
     actual = actual.cpu()
     same = actual == expected
     if name.startswith("payload"):
-        # all NaN codes are equivalent
-        same |= (actual & expected & 0x7F) == 0x7F
+        # all NaN codes are equivalent, and both zeros, as a sum of one has no sign
+        same |= ((actual & expected & 0x7F) == 0x7F) | ((actual | expected) & 0x7F == 0)
     elif actual.dtype != torch.uint8:
         same |= actual.isnan() & expected.isnan()
     return None if bool(same.all()) else f"{int((~same).sum())} of {same.numel()} other numbers in {name}"
