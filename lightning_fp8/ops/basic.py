@@ -26,8 +26,8 @@ _CAST = define("cast(Tensor x, Slot slot, str activation, str layout) -> (Tensor
 #   stored in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor weight, WeightSlot slot, str layout) -> (Tensor, Tensor, Tensor)")
 # cast_blocks: x [M, K] -> (payload [M, K] uint8, payload_t [K, M'] uint8, scale_inv [M, ceil(K/128)] float32 of
-#   payload, scale_inv [K, ceil(M/128)] float32 of payload_t), of activation(x) as for `cast`. Every 128 elements along
-#   a row of a payload, fewer at its end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax
+#   payload, scale_inv [K, ceil(M/128)] float32 of payload_t), of activation(x) as for `cast`. Every 128 elements of a
+#   row of a payload, fewer at its end, have their own scale, FP8_MAX / amax or the power of two below it; 1 where amax
 #   is not finite. Scales in E8M0 are for 32 elements, flat tiles of uint8, see ops/e8m0.py. `layout`, M' and recording
 #   are as for `cast`.
 _CAST_BLOCKS = define(

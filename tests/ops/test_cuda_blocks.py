@@ -291,9 +291,9 @@ class Cast(NamedTuple):
         if self.weights is None:
             words = *payloads, "column sums", *scales, "in amax"
             found = dict(zip((2, 3, 4, 10, 11, 13), words, strict=True))
-            # the gradient of up has its own; a wrong sum is a wrong value already
+            # the gradient of up has its own; the sums of one row are taken for the values
             of_up = zip((16, 17, 18, 20, 21, 23), words, strict=True) if self.gated else ()
-            changed = {4: "other values", 18: "other values"} if self.gated else {}
+            changed = {4: "in payload", 18: "in payload"} if self.gated else {}
             return {**found, **dict(of_up), **changed}
         found = dict(zip((2, 3, 9, 10, 18), ("in scale", "in amax", *payloads, scales[0]), strict=True))
         # squares of 128 x 128 have no other scales by columns

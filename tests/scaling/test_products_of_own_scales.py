@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from experts import Separate, experts, routing
-from feed_forward_blocks import converted, llama, part_by_part
+from feed_forward_blocks import converted, llama, part_by_part, phi3, vit
 from fp8_numpy import code_values, saturating_cast
 from in_blocks import in_fp8 as in_blocks
 from in_blocks import linear, spread
@@ -19,7 +19,7 @@ from processes import run_processes
 from scales_in_numpy import largest, scale_of
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, CurrentScaling, convert, describe, ops, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, describe, ops, scaling_state
 from lightning_fp8.ops.operand import Slot
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -89,21 +89,34 @@ def test_products(recipe: Recipe, sizes: tuple[int, int, int], half: str) -> Non
             assert state.scale.tolist() == list(powers if recipe.power_of_2_scales else scales)
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), CurrentScaling(2), BlockScaling()], ids=str)
-def test_a_gated_block(recipe: Recipe, half: str) -> None:
-    """As in Llama: fused, the tensor cast between the products has its own scale too, as in separate layers."""
-    model = converted(llama, recipe=recipe)
+FUSED = {
+    "Llama": llama,
+    # gate and up are one tensor, whose halves have whole blocks or not
+    "Phi-3": phi3,
+    "Phi-3 of 256": lambda: phi3(256),
+    "ViT": vit,
+}
+
+
+@pytest.mark.parametrize("block", FUSED)
+@pytest.mark.parametrize(
+    "recipe",
+    [CurrentScaling(), CurrentScaling(2), BlockScaling(), BlockScaling(power_of_2_scales=True), MXScaling()],
+    ids=str,
+)
+def test_feed_forward_blocks(recipe: Recipe, block: str, half: str) -> None:
+    """Fused, the tensor cast between the products has its own scales too, as in separate layers."""
+    model = converted(FUSED[block], recipe=recipe)
     assert "feed-forward fused" in str(describe(model))
     found = []
-    for block in (part_by_part(model), model):
+    for one in (part_by_part(model), model):
         x = spread(12, 32, seed=8).requires_grad_()
-        y = block(x)
+        y = one(x)
         y.square().sum().backward()
-        found.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
+        found.append([y, x.grad, *(parameter.grad for parameter in one.parameters())])
     for one, other in zip(*found, strict=True):
         # the products of a fused block may be summed in a different order
-        tolerance = 1e-5 * one.detach().abs().max().item()
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * one.detach().abs().max().item())
 
 
 def test_a_margin_is_kept_free() -> None:

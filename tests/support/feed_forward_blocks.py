@@ -40,11 +40,11 @@ def llama(activation: str = "silu", bias: bool = False) -> nn.Module:
     ).apply(_with_biases)
 
 
-def phi3() -> nn.Module:
+def phi3(hidden: int = HIDDEN) -> nn.Module:
     from transformers import Phi3Config
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-    return Phi3MLP(Phi3Config(hidden_size=WIDTH, intermediate_size=HIDDEN, pad_token_id=0))
+    return Phi3MLP(Phi3Config(hidden_size=WIDTH, intermediate_size=hidden, pad_token_id=0))
 
 
 def vit(activation: str = "gelu") -> nn.Module:
