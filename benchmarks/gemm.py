@@ -224,8 +224,10 @@ class Gemm:
         a, b = self._values(device)
         blocks = "e8m0" if self.mx else "float32"
         a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot_in_blocks(False, blocks), "none", "rows")
-        cast_b = ops.cast_blocks if self.kind == "wgrad" else ops.cast_weight_blocks
-        b_fp8, _, b_inv, _ = cast_b(b, slot_in_blocks(self.kind != "wgrad", blocks), "rows")
+        if self.kind == "wgrad":
+            b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot_in_blocks(False, blocks), "none", "rows")
+        else:
+            b_fp8, _, b_inv, _ = ops.cast_weight_blocks(b, slot_in_blocks(True, blocks), "rows")
         # nothing is compared with bf16
         return Operands(a_fp8, b_fp8, a_inv, b_inv, a_inv, b_inv)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def test_a_package_that_saves_weights_alone(precision: str, tmp_path: Path, monk
     monkeypatch.setitem(packages.PACKAGES, "torch", stand_in)
     trained = packages.run("torch", precision, tmp_path)
     found = packages.run("torch", precision, tmp_path)
-    assert trained["version"] == torch.__version__
+    # without the name of a build, as the package's metadata have it
+    assert trained["version"] == version("torch")
     if precision == "32-true":
         assert (trained["coverage"], found) == (0, {"difference": 0})
     else:

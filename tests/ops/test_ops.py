@@ -217,8 +217,8 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
     )
     product_of_blocks = [Fp8Tensor(operand.by_rows, operand.scale_inv, "e4m3") for operand in (x_blocks, w_blocks)]
     return [
-        (ops.cast_blocks, (x, in_blocks, "both")),
-        (ops.cast_blocks, (x.t().bfloat16(), in_blocks._replace(state=None), "columns")),
+        (ops.cast_blocks, (x, in_blocks, "gelu", "both")),
+        (ops.cast_blocks, (x.t().bfloat16(), in_blocks._replace(state=None), "none", "columns")),
         (ops.cast_weight_blocks, (w, weight_in_blocks, "rows")),
         (ops.cast_weight_blocks, (w.t(), weight_in_blocks._replace(state=state, record=True), "both")),
         (ops.scaled_mm, (*product_of_blocks, b, bf16, True)),
