@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
@@ -74,8 +75,11 @@ def step(model: nn.Module, run: Any, tokens: int, dtype: str) -> list[Tensor]:
 def _inductor() -> Iterator[None]:
     counters.clear()
     torch.compiler.reset()
+    # torch keeps what it has found for the process, whatever the settings say; graphs in its cache have instructions
+    valid_vec_isa_list.cache_clear()
     with torch._inductor.config.patch(SETTINGS):
         yield
+    valid_vec_isa_list.cache_clear()
 
 
 @pytest.mark.usefixtures("idle_half")
