@@ -91,6 +91,7 @@ def test_products(recipe: Recipe, sizes: tuple[int, int, int], half: str) -> Non
 
 FUSED = {
     "Llama": llama,
+    "Llama with biases": lambda: llama(bias=True),
     # gate and up are one tensor, whose halves have whole blocks or not
     "Phi-3": phi3,
     "Phi-3 of 256": lambda: phi3(256),
@@ -108,15 +109,19 @@ def test_feed_forward_blocks(recipe: Recipe, block: str, half: str) -> None:
     """Fused, the tensor cast between the products has its own scales too, as in separate layers."""
     model = converted(FUSED[block], recipe=recipe)
     assert "feed-forward fused" in str(describe(model))
-    found, amaxes = [], []
+    found, amaxes, counts = [], [], []
     for one in (part_by_part(model), model):
+        scaling_state(one).model.counts.start("test")
         x = spread(12, 32, seed=8).requires_grad_()
         y = one(x)
         y.square().sum().backward()
         found.append([y, x.grad, *(parameter.grad for parameter in one.parameters())])
         amaxes.append(scaling_state(one).amax)
+        counts.append(scaling_state(one).model.counts.values)
     # each tensor in its own row: gate and up have gradients of different sizes
     torch.testing.assert_close(*amaxes, rtol=1e-4, atol=0)
+    torch.testing.assert_close(*counts, rtol=0.05, atol=2)
+    assert counts[0].any()
     for one, other in zip(*found, strict=True):
         # the products of a fused block may be summed in a different order
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * one.detach().abs().max().item())
