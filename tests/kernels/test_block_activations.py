@@ -224,3 +224,22 @@ def test_both_gradients_in_one_tensor(family: str, outputs: Sequence[bool]) -> N
         if outputs[1]:
             first = halves(stored[1], which, 0)
             assert torch.equal(first, one.scales_t)
+
+
+@pytest.mark.parametrize("misaligned", [None, "gate", "up", "dy"])
+def test_words_of_16_bytes_are_read_where_all_tensors_begin_at_one(misaligned: str | None) -> None:
+    """A GPU raises an error for other addresses, and a CPU does not."""
+
+    def made(name: str) -> Tensor:
+        return torch.empty(128 * 128 + 8)[name == misaligned :][: 128 * 128].view(128, 128)
+
+    flags = []
+    payload = torch.empty(128, 128, dtype=torch.uint8), torch.empty(1, 128).t()
+    results = [block_casts.Result(None, payload) for _ in range(2)]
+
+    def record(grid: int, *arguments: int) -> None:
+        flags.append(arguments[9])
+
+    gate, up, dy = map(made, ("gate", "up", "dy"))
+    block_casts.cast_gated(record, gate, up, results[0], dy, results[1])  # type: ignore[arg-type]
+    assert [bool(one & 1) for one in flags] == [misaligned is None]
