@@ -243,3 +243,16 @@ def test_words_of_16_bytes_are_read_where_all_tensors_begin_at_one(misaligned: s
     gate, up, dy = map(made, ("gate", "up", "dy"))
     block_casts.cast_gated(record, gate, up, results[0], dy, results[1])  # type: ignore[arg-type]
     assert [bool(one & 1) for one in flags] == [misaligned is None]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_round_where_torchs_operators_do(dtype: torch.dtype, backward: bool) -> None:
+    """All but a few values are those of eager torch, whose products each end in the dtype."""
+    tensors = torch.randn(3, 256, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up, dy = (tensor.clone().requires_grad_() for tensor in tensors)
+    y = F.silu(gate) * up
+    expected = torch.autograd.grad(y, [gate, up], dy) if backward else [y]
+    inputs = Inputs(gate.detach(), up.detach(), dy.detach() if backward else None)
+    for one, other in zip(own_values(kernel("cast_blocks", "swiglu", backward, dtype), inputs), expected, strict=True):
+        assert (one.to(dtype) == other).float().mean() > 0.99
