@@ -67,8 +67,8 @@ class Result(NamedTuple):
         current_amax: ``[] float32``, initially zero; receives the amax that scales a tensor without a history, measured
             by a first launch where it is needed. None for a tensor that has a history.
         after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
-        group_of_tile: ``[ceil(rows / 128)] int32``, the group of each 128 rows, or -1: nothing is written for these. The
-            tiles of a group follow each other; ``scale_inv`` of a group without any is not written. None where the
+        group_of_tile: ``[ceil(rows / 128)] int32``, the group of each 128 rows, or -1: nothing is written for these.
+            The tiles of a group follow each other; ``scale_inv`` of a group without any is not written. None where the
             tensor has one place. Only for :func:`cast_transpose`, and not for gated variants.
     """
 

@@ -7,19 +7,22 @@ stages and barriers are covered by the tests of the plain GEMMs.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import gemm_on_host
 import pytest
 import torch
+from casts_on_host import NO_PAYLOAD, POISONS, assert_codes, assert_sums, cast_kernel, first_scale
 from gemm_cases import DTYPES
 from gemm_on_host import POISON, Chosen
 from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
+from sass import parameters
 from torch import Tensor
 
-from kernels_cuda import gemm
-from kernels_cuda.gemm_variants import configurations, grouped_configuration
+from kernels_cuda import casts, gemm
+from kernels_cuda.gemm_variants import configurations, grouped_configuration, variant
 
 TILE, NAN_CODE = 128, 0x7F
 HOPPER, ADA = (9, 0), (8, 9)
@@ -240,3 +243,116 @@ def test_more_steps_than_stages_by_depth(one: Chosen, late: bool) -> None:
     # sums of different lengths, one after the other, and empty ones between them
     sizes = [128 * (one.configuration.stages + 1), 0, 0, 100, 300, 0]
     check_by_depth(one, Routing(sizes, 1), 192, 144, late)
+
+
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
+class Cast(NamedTuple):
+    """The outputs, and what is left in the scaling state."""
+
+    y: Tensor
+    y_t: Tensor
+    sums: Tensor
+    scale_inv: Tensor
+    amax: Tensor
+
+
+# of the scaling state, in which groups have any places
+PLACES = 11
+
+
+def places(count: int) -> Tensor:
+    return at_the_edge((torch.arange(count) * 4 + 3) % PLACES)
+
+
+def cast(x: Tensor, routing: Routing, fmt: str, newest: Tensor, current: Tensor | None, poison: int) -> Cast:
+    count, columns = len(routing.sizes), x.shape[1]
+    y, y_t = (Guarded(shape, torch.uint8, poison) for shape in ((routing.rows, columns), (columns, routing.rows)))
+    sums = Guarded((routing.rows // TILE, columns), FP32, poison)
+    scale_inv, amax = Guarded((count,), FP32, poison), torch.zeros(PLACES)
+    guarded = y, y_t, sums, scale_inv
+    written = [one.tensor for one in guarded]
+    tiles = int32(routing.group_of_tile)
+    casts.cast_transpose(
+        cast_kernel(x.dtype, fmt),
+        x,
+        casts.Result(
+            SCALES, newest, places(count), amax, written[3], *written[:3], current_amax=current, group_of_tile=tiles
+        ),
+    )
+    assert all(one.unharmed() for one in guarded)
+    return Cast(*written, amax)
+
+
+# whatever a place has, as no two have the same
+SCALES = 1.5 ** torch.arange(PLACES, dtype=FP32)
+WITH_HISTORY = torch.ones(PLACES)
+
+
+@pytest.mark.parametrize("history", ["with", "without", "some with"])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=named)
+def test_a_cast_has_a_scale_for_each_group(routing: Routing, history: str) -> None:
+    count, behind, dtype, fmt = len(routing.sizes), routing.edges[-1], BF16, "e5m2" if history == "with" else "e4m3"
+    newest = {"with": WITH_HISTORY, "without": torch.zeros(PLACES), "some with": torch.arange(PLACES) % 2.0}[history]
+    x = routing.place(torch.randn(routing.rows, 72, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    x[behind:] = torch.nan
+    for number, first in enumerate(routing.edges[:-1]):
+        # groups of different sizes
+        x[first : first + routing.sizes[number]] *= 2.0**number
+    for poison in POISONS:
+        current = None if history == "with" else torch.zeros(count)
+        made = cast(at_the_edge(x), routing, fmt, newest, current, poison)
+        amax, tiles = torch.zeros(PLACES), behind // TILE
+        untouched = [made.y[behind:], made.y_t[:, behind:], made.sums[tiles:]]
+        for group, (first, end) in enumerate(itertools.pairwise(routing.edges)):
+            if first == end:
+                untouched.append(made.scale_inv[group])
+                continue
+            place, part = places(count)[group], x[first:end]
+            amax[place] = part.abs().max()
+            has_history = newest[place] > 0
+            scale = SCALES[place] if has_history else first_scale(amax[place], fmt)
+            if current is not None:
+                # what has a history is not measured
+                assert current[group] == (0 if has_history else amax[place])
+            assert_codes(made.y[first:end], part, scale, fmt)
+            assert torch.equal(made.y_t[:, first:end], made.y[first:end].t())
+            assert_sums(made.sums[first // TILE : end // TILE], part)
+            assert made.scale_inv[group] == 1 / scale
+        assert torch.equal(made.amax, amax)
+        assert all((one.contiguous().view(-1).view(torch.uint8) == poison).all() for one in untouched)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_casts_of_groups_in_other_dtypes(dtype: torch.dtype) -> None:
+    # a ragged tile at the right, and elements that are read one by one
+    routing = ROUTINGS[0]
+    x = routing.place(torch.randn(routing.rows, 77)).to(dtype)
+    made = cast(x, routing, "e4m3", WITH_HISTORY, None, POISON)
+    for group, (first, end) in enumerate(itertools.pairwise(routing.edges)):
+        assert_codes(made.y[first:end], x[first:end], SCALES[places(4)[group]], "e4m3")
+
+
+def test_a_gradient_of_an_activation_has_a_scale_for_each_group() -> None:
+    routing, draw = ROUTINGS[2], torch.Generator().manual_seed(0)
+    h, dy = (torch.randn(routing.rows, 64, generator=draw).to(BF16) for _ in range(2))
+    made = torch.empty(routing.rows, 64, dtype=torch.uint8)
+    scale_inv, amax, tiles = torch.empty(2), torch.zeros(PLACES), int32(routing.group_of_tile)
+    result = casts.Result(SCALES, WITH_HISTORY, places(2), amax, scale_inv, made, NO_PAYLOAD, None, None, None, tiles)
+    casts.cast_transpose(cast_kernel(BF16, "e5m2", "relu", True), h, result, dy)
+    for (first, end), place in zip(itertools.pairwise(routing.edges), places(2), strict=True):
+        gradient = torch.where(h[first:end] > 0, dy[first:end], 0)
+        assert_codes(made[first:end], gradient, SCALES[place], "e5m2")
+        assert amax[place] == gradient.abs().max()
+    assert torch.equal(scale_inv, 1 / SCALES[places(2)])
+
+
+# --- the argument struct ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "arch"), [(BY_ROWS[0], "sm_90a"), (BY_DEPTH[3], "sm_89")], ids=["sm_90a", "sm_89"])
+def test_the_parameter_is_the_hosts_struct(one: Chosen, arch: str) -> None:
+    defines = variant(one.configuration, *one.formats, one.output, one.promote, grouped=one.grouped)
+    *_, ((_, size),) = parameters((one.configuration.family, defines), arch)
+    assert size == struct.calcsize(one.configuration.grouped_layout)
