@@ -116,7 +116,8 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
     Epilogue epilogue(arguments, memory, consumer);
     for (Work work(arguments); work.left(); work.next()) {
         const Tile tile = work.tile(block);
-        if (tile.group < 0) continue;
+        // the same for all threads, which the compiler sees only of a vote; else the main loop would not be uniform
+        if (BY_ROWS && __any_sync(0xffffffffu, tile.group < 0)) continue;
         const int row = tile.row + consumer * CONSUMER_ROWS;
         epilogue.begin(tile);
         Sums sums[PIECES];
