@@ -4,6 +4,8 @@ maths       code = sat(v * scale[index]) in fp32, rounded to nearest even; amax[
             v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, the scale is
             FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but current_amax)
 tensors     see cast_tile.cuh and scales.cuh
+groups      not with GATED: each 128 rows may belong to one of several groups of rows, which have places of their own
+            in the scaling state. Nothing is written for rows without a group, nor scale_inv of a group without rows
 variants    INPUT Fp32|Bf16|Fp16, FORMAT E4M3|E5M2, BACKWARD 0|1, and either
             ACTIVATION Identity|Relu|Gelu|GeluTanh|Silu or GATED 1, which is swiglu
 grid        ceil(rows / 128) * ceil(columns / 64) blocks of 256 threads, tiles by rows; 10.3 KB of shared memory
@@ -30,45 +32,48 @@ struct Arguments {
 #endif
 };
 
-/* Records a block's maximum of one tensor and, by one thread of the grid, what the tensor was cast with. */
-__device__ __forceinline__ void leave(const ScalingRow& row, long long index, int measure, float scale, u32 amax,
-                                      TileMemory& memory) {
-    float* recorded = measure || row.amax == nullptr ? row.amax : row.amax + index;
+/* Records a block's maximum of one tensor or group and, by one thread of its `first` block, what it was cast with. */
+__device__ __forceinline__ void leave(const ScalingRow& row, int group, long long index, int measure, float scale,
+                                      u32 amax, TileMemory& memory, bool first) {
+    float* recorded = row.amax == nullptr ? nullptr : row.amax + (measure ? group : index);
     if (recorded != nullptr) {
         amax = block_max(amax, memory);
         if (threadIdx.x == 0) record_amax(recorded, amax);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0 && row.scale_inv != nullptr) *row.scale_inv = 1.0f / scale;
+    if (first && threadIdx.x == 0 && row.scale_inv != nullptr) row.scale_inv[group] = 1.0f / scale;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     cast_transpose(const __grid_constant__ Arguments arguments) {
     __shared__ __align__(16) TileMemory memory;
     const ScalingRow& row = arguments.row;
-    const long long index = *row.index;
+    const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
     // the device decides whether to measure: the host need not know which tensors have a history
 #if GATED
+    const long long index = *row.index;
     const ScalingRow& row_up = arguments.row_up;
     const long long index_up = *row_up.index;
     if (arguments.measure && row.newest[index] > 0.0f && row_up.newest[index_up] > 0.0f) return;
-#else
-    if (arguments.measure && row.newest[index] > 0.0f) return;
-#endif
-    const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
-    const float scale = arguments.measure ? 1.0f : scale_to_use(row, index, FORMAT::max());
-#if GATED
-    const float scale_up = arguments.measure ? 1.0f : scale_to_use(row_up, index_up, FORMAT::max());
+    const float scale = arguments.measure ? 1.0f : scale_to_use(row, 0, index, FORMAT::max());
+    const float scale_up = arguments.measure ? 1.0f : scale_to_use(row_up, 0, index_up, FORMAT::max());
     const uint2 amax = cast_gated_tile<INPUT, FORMAT, BACKWARD>(arguments.tensors, arguments.gated, scale, scale_up,
                                                                 memory, tile_row, tile_column);
-    leave(row, index, arguments.measure, scale, amax.x, memory);
+    leave(row, 0, index, arguments.measure, scale, amax.x, memory, blockIdx.x == 0);
     if (BACKWARD) {
         __syncthreads();   // the first maximum has been read
-        leave(row_up, index_up, arguments.measure, scale_up, amax.y, memory);
+        leave(row_up, 0, index_up, arguments.measure, scale_up, amax.y, memory, blockIdx.x == 0);
     }
 #else
+    const int* groups = row.group_of_tile;
+    const int group = groups == nullptr ? 0 : groups[tile_row];
+    if (group < 0) return;
+    const long long index = row.index[group];
+    if (arguments.measure && row.newest[index] > 0.0f) return;
+    const float scale = arguments.measure ? 1.0f : scale_to_use(row, group, index, FORMAT::max());
     const u32 amax =
         cast_tile<INPUT, FORMAT, ACTIVATION, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
-    leave(row, index, arguments.measure, scale, amax, memory);
+    const bool first = tile_column == 0 && (tile_row == 0 || (groups != nullptr && groups[tile_row - 1] != group));
+    leave(row, group, index, arguments.measure, scale, amax, memory, first);
 #endif
 }

@@ -28,8 +28,8 @@ ACTIVATIONS = {
 _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 # struct Tensors, and struct Arguments of each family
 TENSORS = "PPPPPqqiii4x"
-_CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPi"
-_GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPi4xPPPPPP"
+_CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPPi"
+_GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPi4xPPPPPPP"
 _WEIGHT_WORDS = 14
 CAST_WEIGHTS_LAYOUT = f"PPPPiii4x{_WEIGHT_WORDS}q"
 
@@ -52,6 +52,9 @@ def column_sum_tiles(rows: int) -> int:
 class Result(NamedTuple):
     """A cast of one tensor ``[rows, columns]``: its place in the scaling state, and its outputs.
 
+    With ``group_of_tile`` each of E groups of rows has a place of its own: ``index`` is ``[E]``, ``scale_inv`` and
+    ``current_amax`` are ``[E]`` and contiguous.
+
     Attributes:
         scale: ``[R] float32``.
         newest: ``[D] float32``, the newest row of the history (or a longer tensor that begins with it).
@@ -64,6 +67,9 @@ class Result(NamedTuple):
         current_amax: ``[] float32``, initially zero; receives the amax that scales a tensor without a history, measured
             by a first launch where it is needed. None for a tensor that has a history.
         after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
+        group_of_tile: ``[ceil(rows / 128)] int32``, the group of each 128 rows, or -1: nothing is written for these.
+            The tiles of a group follow each other; ``scale_inv`` of a group without any is not written. None where the
+            tensor has one place. Only for :func:`cast_transpose`, and not for gated variants.
     """
 
     scale: Tensor
@@ -76,6 +82,7 @@ class Result(NamedTuple):
     column_sums: Tensor | None = None
     current_amax: Tensor | None = None
     after_measuring: Callable[[Tensor], object] | None = None
+    group_of_tile: Tensor | None = None
 
     def half(self, which: int) -> Result:
         """The first or the second half of the columns of all outputs."""
@@ -106,7 +113,7 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
     dy_at = dy_stride = current_at = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
-    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, after_measuring = result
+    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, after_measuring, groups = result
     # of an empty tensor, this is 0
     y_at, y_t_at = y.data_ptr(), y_t.data_ptr()
     flags = aligned(x_at | dy_at, (stride | dy_stride) * size, y_at, y_t_at, columns)
@@ -133,6 +140,7 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
         current_at,
         0 if amax is None else amax.data_ptr(),
         scale_inv.data_ptr(),
+        0 if groups is None else groups.data_ptr(),
         0,
     )
 
@@ -172,13 +180,14 @@ def cast_gated(
 
 
 def _measuring(result: Result) -> tuple[int, ...]:
-    current = address(result.current_amax)
-    return result.scale.data_ptr(), result.newest.data_ptr(), result.index.data_ptr(), current, current, 0
+    current, groups = address(result.current_amax), address(result.group_of_tile)
+    return result.scale.data_ptr(), result.newest.data_ptr(), result.index.data_ptr(), current, current, 0, groups
 
 
 def _casting(result: Result) -> tuple[int, ...]:
     at = result.scale.data_ptr(), result.newest.data_ptr(), result.index.data_ptr()
-    return *at, address(result.current_amax), address(result.amax), result.scale_inv.data_ptr()
+    recorded, scale_inv = address(result.amax), result.scale_inv.data_ptr()
+    return *at, address(result.current_amax), recorded, scale_inv, address(result.group_of_tile)
 
 
 def weights_variant(squares: bool = False, mx: bool = False) -> tuple[str, ...]:

@@ -19,6 +19,14 @@ tensors     a    [m, k] FP8, rows contiguous, k a multiple of 16
                  after the other: the scale of row r and block c of a tile is in byte r % 32 * 16 + r / 32 * 4 + c
 splits      > 1: part s of K goes to rows s * split_rows ... of out, which is then fp32; without bias. sum_splits.cu
             adds the parts up
+groups      (GROUPED) of rows, such as the tokens of each expert of a mixture, sorted by group: each group begins at a
+            multiple of 128 rows, and zeros fill up its last 128. The host knows neither how many rows a group has nor
+            where they begin. Each has a scale of its own, a_scale_inv and b_scale_inv are [groups]
+            1, by rows: every 128 rows of a multiply with the b of their group. b is [groups, n, k], bias [groups, n],
+               and `groups` [m / 128] names the group of each 128 rows, -1 behind the last one, where nothing is written
+            2, by depth: a is [m, k], b [n, k], rows contiguous; out [groups, m, n]. The sum of a group is over its part
+               of K, `groups`[g] ... `groups`[g + 1], multiples of 128, zeros where that is empty. `splits` is how many
+               groups there are. Without bias, with PROMOTE
 */
 #pragma once
 #include "formats.cuh"
@@ -27,6 +35,13 @@ splits      > 1: part s of K goes to rows s * split_rows ... of out, which is th
 #define B_SCALE_ROWS 0
 #endif
 constexpr bool IN_BLOCKS = B_SCALE_ROWS != 0;
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+constexpr bool BY_ROWS = GROUPED == 1, BY_DEPTH = GROUPED == 2;
+static_assert(!(GROUPED && IN_BLOCKS), "a group has one scale");
+// groups begin at multiples of so many rows
+constexpr int GROUP_ROWS = 128;
 // elements along K that share a scale
 constexpr int SCALED_TOGETHER = 128;
 
@@ -46,9 +61,9 @@ struct ScaleStrides {
     int a_row, a_step, b_row, b_step;
 };
 
-/* The factor of all sums where whole tensors have one scale. */
-__device__ __forceinline__ float whole_scale(const Gemm& gemm) {
-    return IN_BLOCKS ? 1.0f : *gemm.a_scale_inv * *gemm.b_scale_inv;
+/* The factor of all sums where whole tensors, or groups, have one scale. */
+__device__ __forceinline__ float whole_scale(const Gemm& gemm, int group) {
+    return IN_BLOCKS ? 1.0f : gemm.a_scale_inv[group] * gemm.b_scale_inv[group];
 }
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }

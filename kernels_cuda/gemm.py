@@ -108,6 +108,90 @@ def gemm(
         sum_split_parts(split, out, bias)
 
 
+def gemm_by_rows(
+    kernel: Kernel,
+    configuration: Configuration,
+    a: Operand,
+    b: Operand,
+    group_of_tile: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """``out = (a @ b[group]^T) * a_scale_inv[group] * b_scale_inv[group] + bias[group]`` for each 128 rows of a.
+
+    Args:
+        kernel: of the configuration's family and its variant grouped by "rows".
+        configuration: :func:`kernels_cuda.gemm_variants.grouped_configuration`.
+        a: ``[P, K] uint8``, row-contiguous, P a multiple of 128, K a multiple of 16; its scale_inv ``[E] float32``.
+        b: ``[E, N, K] uint8``, contiguous; its scale_inv ``[E] float32``.
+        group_of_tile: ``[P / 128] int32``, the group of each 128 rows, or -1: these rows of ``out`` are not written.
+        out: ``[P, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
+        bias: ``[E, N] float32, bfloat16 or float16``, contiguous, rounded to the dtype of ``out`` before it is added.
+    """
+    (m, k), (groups, n, _) = a[0].shape, b[0].shape
+    tiles = m // configuration.block_m * -(-n // configuration.block_n)
+    b_rows = b[0].view(groups * n, k), b[1]
+    _in_groups(kernel, configuration, a, b_rows, out, (m, n, k), 1, tiles, bias, group_of_tile)
+
+
+def gemm_by_depth(
+    kernel: Kernel, configuration: Configuration, a: Operand, b: Operand, edges: Tensor, out: Tensor
+) -> None:
+    """``out[g] = (a[:, part] @ b[:, part]^T) * a_scale_inv[g] * b_scale_inv[g]``, part from ``edges[g]`` to the next.
+
+    Args:
+        kernel: of the configuration's family and its variant grouped by "depth".
+        configuration: :func:`kernels_cuda.gemm_variants.grouped_configuration` with ``promote``.
+        a: ``[M, P] uint8``, row-contiguous, on Hopper M a multiple of 64; its scale_inv ``[E] float32``.
+        b: ``[N, P] uint8``, row-contiguous; its scale_inv ``[E] float32``.
+        edges: ``[E + 1] int32``, multiples of 128 that do not decrease, at most P.
+        out: ``[E, M, N]`` of the variant's output dtype, contiguous, its rows at multiples of 16 bytes; written, with
+            zeros where a group's part is empty.
+    """
+    (m, k), n, groups = a[0].shape, len(b[0]), len(out)
+    tiles = groups * -(-m // configuration.block_m) * -(-n // configuration.block_n)
+    _in_groups(kernel, configuration, a, b, out.view(groups * m, n), (m, n, k), groups, tiles, None, edges)
+
+
+def _in_groups(
+    kernel: Kernel,
+    configuration: Configuration,
+    a: Operand,
+    b: Operand,
+    out: Tensor,
+    shape: tuple[int, int, int],
+    splits: int,
+    tiles: int,
+    bias: Tensor | None,
+    groups: Tensor,
+) -> None:
+    """With all groups' rows of b and out in one matrix."""
+    (a_codes, a_scale_inv), (b_codes, b_scale_inv) = a, b
+    (m, n, k), (rows, _), size = shape, out.shape, out.itemsize
+    problem = (
+        a_scale_inv.data_ptr(),
+        b_scale_inv.data_ptr(),
+        address(bias),
+        out.data_ptr(),
+        out.stride(0),
+        m,
+        n,
+        k,
+        0 if bias is None else _BIAS[bias.dtype],
+        splits,
+        groups.data_ptr(),
+    )
+    if configuration.family == "gemm_sm89":
+        kernel(tiles, a_codes.data_ptr(), b_codes.data_ptr(), a_codes.stride(0), b_codes.stride(0), *problem)
+        return
+    a_map, b_map = (
+        tensor_map(kernel.device, codes.data_ptr(), torch.uint8, len(codes), k, codes.stride(0), box, 128)
+        for codes, box in ((a_codes, configuration.block_m), (b_codes, configuration.block_n))
+    )
+    out_map = tensor_map(kernel.device, out.data_ptr(), out.dtype, rows, n, out.stride(0) * size, 64, 128 // size)
+    kernel(min(tiles, kernel.multiprocessors), a_map, b_map, out_map, *problem)
+
+
 def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None) -> None:
     """Add up what :func:`gemm` has written to the parts."""
     parts, (rows, columns) = split.parts, out.shape

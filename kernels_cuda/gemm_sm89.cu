@@ -11,7 +11,7 @@ maths       see gemm.cuh. The tensor cores accumulate fewer bits than fp32 has; 
             by MMA-Sim (github.com/microsoft/MMA-Sim)
 tensors     see gemm.cuh; rows of a and b `a_stride` and `b_stride` bytes apart, at multiples of 16
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, PROMOTE 0|1, BLOCK_M, BLOCK_N, STAGES,
-            B_SCALE_ROWS 0|1, with PROMOTE also 128
+            B_SCALE_ROWS 0|1, with PROMOTE also 128; GROUPED 0|1, with PROMOTE also 2
 tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps computes 64 x 32 as 4 x 4 mma of 16 x 8, in
             steps of 64 along K:
 
@@ -41,6 +41,8 @@ constexpr int A_BYTES = BLOCK_M * BLOCK_K, STAGE_BYTES = A_BYTES + BLOCK_N * BLO
 constexpr int PIECE = 16, PIECES = BLOCK_K / PIECE, ROWS_AT_ONCE = THREADS / PIECES;
 constexpr int RASTER_ROWS = 8, STEPS_PROMOTED = 128 / BLOCK_K;
 static_assert(BLOCK_M % ROWS_AT_ONCE == 0 && BLOCK_N % ROWS_AT_ONCE == 0, "rows are copied by 64");
+static_assert(!BY_ROWS || BLOCK_M == GROUP_ROWS, "tiles are in one group");
+static_assert(!BY_DEPTH || PROMOTE, "see gemm.cuh");
 static_assert(MMAS_M * 16 == WARP_M && MMAS_N % 2 == 0, "an ldmatrix of b serves two mma");
 
 struct Arguments {
@@ -51,12 +53,17 @@ struct Arguments {
 #if B_SCALE_ROWS && PROMOTE
     ScaleStrides strides;
 #endif
+#if GROUPED
+    const int* groups;
+#endif
 };
 
-/* This block's tile, by its first row and column, and its steps along K. */
+/* This block's tile, by its first row and column, its steps along K, and its group, below 0 where there is nothing to
+   do. */
 struct Work {
-    int row, column, split, first_step, end_step;
-    __device__ explicit Work(const Gemm& gemm) {
+    int row, column, split, first_step, end_step, group = 0;
+    __device__ explicit Work(const Arguments& arguments) {
+        const Gemm& gemm = arguments.gemm;
         const int tiles_m = (gemm.m + BLOCK_M - 1) / BLOCK_M, tiles_n = (gemm.n + BLOCK_N - 1) / BLOCK_N;
         split = blockIdx.x / (tiles_m * tiles_n);
         const int tile = blockIdx.x - split * tiles_m * tiles_n;
@@ -69,6 +76,14 @@ struct Work {
         const int parts = (gemm.k + BLOCK_K * STEPS_PROMOTED - 1) / (BLOCK_K * STEPS_PROMOTED);
         first_step = parts * split / gemm.splits * STEPS_PROMOTED;
         end_step = min(parts * (split + 1) / gemm.splits * STEPS_PROMOTED, (gemm.k + BLOCK_K - 1) / BLOCK_K);
+#if GROUPED
+        const int* groups = arguments.groups;
+        group = BY_DEPTH ? split : groups[row / GROUP_ROWS];
+        if (BY_DEPTH) {
+            first_step = groups[split] / BLOCK_K;
+            end_step = groups[split + 1] / BLOCK_K;
+        }
+#endif
     }
 };
 
@@ -245,17 +260,17 @@ __device__ __forceinline__ void store_pair(typename Output::Element* address, Pa
 
 /* Stores the sums of this warp that are inside of out; the first one is at `row` and `column`. */
 template <class Output>
-__device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int row, int column, int split) {
-    const int lane = threadIdx.x % 32;
-    const long long split_rows = (gemm.m + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
+__device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int row, int column, int split, int group) {
+    const int lane = threadIdx.x % 32, before = BY_ROWS ? group * gemm.n : 0;
+    const long long split_rows = BY_DEPTH ? gemm.m : (gemm.m + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
     auto* out = static_cast<typename Output::Element*>(gemm.out) + split * split_rows * gemm.out_stride;
-    const float scale = whole_scale(gemm);
+    const float scale = whole_scale(gemm, group);
 #pragma unroll
     for (int j = 0; j < MMAS_N; ++j) {
         const int n = column + 8 * j + 2 * (lane % 4);
         const bool some = n < gemm.n, both = n + 1 < gemm.n, has_bias = gemm.bias_format != NO_BIAS;
-        const float low = has_bias && some ? Output::round(load_bias(gemm.bias, gemm.bias_format, n)) : 0.0f;
-        const float high = has_bias && both ? Output::round(load_bias(gemm.bias, gemm.bias_format, n + 1)) : 0.0f;
+        const auto addend = [&](int at) { return Output::round(load_bias(gemm.bias, gemm.bias_format, before + at)); };
+        const float low = has_bias && some ? addend(n) : 0.0f, high = has_bias && both ? addend(n + 1) : 0.0f;
 #pragma unroll
         for (int i = 0; i < 2 * MMAS_M; ++i) {
             const int m = row + 8 * i + lane / 4;
@@ -269,10 +284,12 @@ __device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int ro
 extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
     gemm_sm89(const __grid_constant__ Arguments arguments) {
     const Gemm& gemm = arguments.gemm;
-    const Work work(gemm);
+    const Work work(arguments);
+    if (work.group < 0) return;
+    const u8* all_b = arguments.b + (BY_ROWS ? (long long)work.group * gemm.n * arguments.b_stride : 0);
     const u32 stages = shared_address();
     const Copier<BLOCK_M> a(arguments.a, arguments.a_stride, work.row, gemm.m, gemm.k, stages);
-    const Copier<BLOCK_N> b(arguments.b, arguments.b_stride, work.column, gemm.n, gemm.k, stages + A_BYTES);
+    const Copier<BLOCK_N> b(all_b, arguments.b_stride, work.column, gemm.n, gemm.k, stages + A_BYTES);
     const int warp = threadIdx.x / 32, warp_row = warp % WARPS_DOWN * WARP_M, warp_column = warp / WARPS_DOWN * WARP_N;
     // a group is committed for every step, also where nothing is left to copy: the waits count groups
     const auto copy = [&](int step, int stage) {
@@ -296,5 +313,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
         if (PROMOTE && (step % STEPS_PROMOTED == STEPS_PROMOTED - 1 || step + 1 == work.end_step)) sums.add(partial, scales);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    store<OUTPUT>(sums, gemm, work.row + warp_row, work.column + warp_column, work.split);
+    store<OUTPUT>(sums, gemm, work.row + warp_row, work.column + warp_column, work.split, work.group);
 }

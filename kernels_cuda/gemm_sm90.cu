@@ -17,7 +17,8 @@ tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups com
 variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_M, BLOCK_N 128|256, STAGES, CLUSTER;
             PROMOTE 1: partial sums leave the tensor cores every 128 along K and are added up in fp32 registers (the
             tensor cores' own accumulator keeps fewer bits). With PROMOTE also B_SCALE_ROWS 0|1|128, see
-            gemm_sm90_blocks.cuh
+            gemm_sm90_blocks.cuh. GROUPED 0, or with 128 x 128 and CLUSTER 1 also 1 and 2: the map of b by rows has the
+            rows of all groups, that of out by depth too, where m is a multiple of 64
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
             Tiles are ordered in groups of 16 rows of tiles, so that concurrent tiles share operands in the L2 cache
 shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to stage its stores, the bias, the barriers
@@ -32,19 +33,22 @@ reference   lightning_fp8.ops.reference.scaled_mm
 /* Loads all steps of all tiles of this block, as stages become empty. */
 __device__ __forceinline__ void produce(const Arguments& arguments, const SharedMemory& memory, u32 block) {
     Stage stage;
-    for (Work work(arguments.gemm); work.left(); work.next()) {
+    for (Work work(arguments); work.left(); work.next()) {
         const Tile tile = work.tile(block);
+        if (tile.group < 0) continue;
+        // what lies behind the last column is another group's, and not stored
+        const int b_row = tile.column + (BY_ROWS ? tile.group * arguments.gemm.n : 0);
         for (int step = tile.first_step; step < tile.end_step; ++step) {
             barrier_wait(memory.empty(stage.index), stage.parity ^ 1);
             const u32 full = memory.full(stage.index), a = memory.stage(stage.index), b = a + A_BYTES;
             barrier_expect(full, STAGE_BYTES);
             load_box(a, arguments.a, full, tile.row, step * BLOCK_K);
             if constexpr (CLUSTER == 1) {
-                load_box(b, arguments.b, full, tile.column, step * BLOCK_K);
+                load_box(b, arguments.b, full, b_row, step * BLOCK_K);
             } else {
                 const int rows = BLOCK_N / CLUSTER;
                 load_box_for((1 << CLUSTER) - 1, b + block * rows * BLOCK_K, arguments.b, full,
-                             tile.column + block * rows, step * BLOCK_K);
+                             b_row + block * rows, step * BLOCK_K);
             }
             stage.advance();
         }
@@ -110,8 +114,10 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
                                         int consumer) {
     Stage stage;
     Epilogue epilogue(arguments, memory, consumer);
-    for (Work work(arguments.gemm); work.left(); work.next()) {
+    for (Work work(arguments); work.left(); work.next()) {
         const Tile tile = work.tile(block);
+        // the same for all threads, which the compiler sees only of a vote; else the main loop would not be uniform
+        if (BY_ROWS && __any_sync(0xffffffffu, tile.group < 0)) continue;
         const int row = tile.row + consumer * CONSUMER_ROWS;
         epilogue.begin(tile);
         Sums sums[PIECES];

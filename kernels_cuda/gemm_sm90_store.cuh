@@ -11,20 +11,23 @@ struct Epilogue {
     const u32 staging, bias;
     u32 bias_bits[BLOCK_N / 128];   // of this thread's columns
     const int consumer;
-    const float scale;
+    float scale;
     const Lane at;
 
     __device__ __forceinline__ Epilogue(const Arguments& arguments, const SharedMemory& memory, int consumer)
         : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
-          consumer(consumer), scale(whole_scale(gemm)) {}
+          consumer(consumer), scale(GROUPED ? 0.0f : whole_scale(gemm, 0)) {}
 
-    /* Starts to load the bias of a tile's columns, which takes as long as several products: before them. */
+    /* Starts to load the bias of a tile's columns, which takes as long as several products: before them. Also the scale
+       of its group. */
     __device__ __forceinline__ void begin(const Tile& tile) {
+        if (GROUPED) scale = whole_scale(gemm, tile.group);
+        const int before = BY_ROWS ? tile.group * gemm.n : 0;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 128; ++i) {
             const int column = tile.column + 128 * i + (threadIdx.x & 127);
             const bool some = gemm.bias_format != NO_BIAS && column < gemm.n;
-            bias_bits[i] = some ? load_bias_bits(gemm.bias, gemm.bias_format, column) : 0;
+            bias_bits[i] = some ? load_bias_bits(gemm.bias, gemm.bias_format, before + column) : 0;
         }
     }
 
@@ -78,7 +81,9 @@ struct Epilogue {
         fence_for_copy_engine();
         warpgroup_sync(consumer);
         if (thread == 0) {
-            store_box(arguments.out, half, row + tile.split * Work(gemm).split_rows(), tile.column + part);
+            // by depth, what lies behind the last row is another group's
+            if (!BY_DEPTH || row < gemm.m)
+                store_box(arguments.out, half, row + tile.split * Work(arguments).split_rows(), tile.column + part);
             store_commit();
         }
     }

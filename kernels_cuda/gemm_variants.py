@@ -12,7 +12,9 @@ SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
 SUM_SPLITS_LAYOUT = "PPPqqqiiii"
 _MAP = "128s"
 _GEMM = "PPPPqiiiii4x"
-_STRIDES = "iiii"
+_STRIDES, _GROUPS = "iiii", "P"
+# definition GROUPED of gemm.cuh
+_GROUPED = {"rows": 1, "depth": 2}
 _BLOCK_K = {"gemm_sm90": 128, "gemm_sm89": 64}
 _CONSUMERS, _STAGING_BYTES = 2, 16384
 
@@ -62,10 +64,15 @@ class Configuration(NamedTuple):
         """The layout of the argument struct where blocks have scales in fp32."""
         return self._layout(_STRIDES)
 
-    def _layout(self, strides: str) -> str:
+    @property
+    def grouped_layout(self) -> str:
+        """The layout of the argument struct where rows are in groups."""
+        return self._layout(_GROUPS)
+
+    def _layout(self, more: str) -> str:
         if self.family == "gemm_sm89":
-            return f"PPqq{_GEMM}{strides}"
-        layout = f"{3 * _MAP}{_GEMM}{strides}"
+            return f"PPqq{_GEMM}{more}"
+        layout = f"{3 * _MAP}{_GEMM}{more}"
         # tensor maps, and so the struct, are aligned to 64 bytes
         return f"{layout}{-struct.calcsize(layout) % 64}x"
 
@@ -103,6 +110,16 @@ def mx_configurations(capability: tuple[int, int]) -> tuple[Configuration, ...]:
     return _SM89[False] if capability[0] == 12 else ()
 
 
+def grouped_configuration(capability: tuple[int, int], promote: bool) -> Configuration | None:
+    """The configuration for rows in groups, each with a scale: a tile of 128 rows is in one of them. None where there
+    are no :func:`configurations`.
+    """
+    if capability == (9, 0):
+        return Configuration("gemm_sm90", 128, 128, 6, 1)
+    (configuration,) = configurations(capability, promote) or (None,)
+    return configuration
+
+
 def variant(
     configuration: Configuration,
     a_format: str,
@@ -110,18 +127,22 @@ def variant(
     output: torch.dtype,
     promote: bool,
     b_scale_rows: int = 0,
+    grouped: str = "",
 ) -> tuple[str, ...]:
     """The definitions that make a family one kernel.
 
     ``b_scale_rows``, with ``promote``: the rows of b that share a scale, 1 or 128, where a and b have scales for every
     128 elements along K; 0 where whole tensors have one scale. Without ``promote``, 1: every 32 elements have scales in
     E8M0, of e4m3 only.
+    ``grouped``, for a :func:`grouped_configuration` and without ``b_scale_rows``: "rows" for
+    :func:`kernels_cuda.gemm.gemm_by_rows`; with ``promote`` "depth" for :func:`kernels_cuda.gemm.gemm_by_depth`.
     """
     shape = (f"BLOCK_M={configuration.block_m}", f"BLOCK_N={configuration.block_n}", f"STAGES={configuration.stages}")
     cluster = (f"CLUSTER={configuration.cluster}",) if configuration.family == "gemm_sm90" else ()
     formats = (f"A_FORMAT={a_format}", f"B_FORMAT={b_format}", f"OUTPUT={OUTPUTS[output]}")
     blocks = (f"B_SCALE_ROWS={b_scale_rows}",) if b_scale_rows else ()
-    return (*shape, *cluster, *formats, f"PROMOTE={int(promote)}", *blocks)
+    groups = (f"GROUPED={_GROUPED[grouped]}",) if grouped else ()
+    return (*shape, *cluster, *formats, f"PROMOTE={int(promote)}", *blocks, *groups)
 
 
 def sum_splits_variant(output: torch.dtype) -> tuple[str, ...]:

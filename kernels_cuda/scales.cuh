@@ -2,14 +2,16 @@
 #pragma once
 #include "instructions.cuh"
 
-/* One tensor's place in the scaling state. [R] and [D] are whole arenas, in which `index` selects the tensor. */
+/* The place in the scaling state of one tensor, or of each group of its rows. [R] and [D] are whole arenas, in which
+   `index` selects the tensor. */
 struct ScalingRow {
     float* scale;                // [R]
     const float* newest;         // [D], the newest row of the history; 0 where a tensor has none
-    const long long* index;      // [1]
-    const float* current_amax;   // [1], max|x| of this very tensor; null where every tensor has a history
+    const long long* index;      // [groups], 1 of a tensor without groups
+    const float* current_amax;   // [groups], max|x| of this very tensor; null where every tensor has a history
     float* amax;                 // [R], or null: record nothing
-    float* scale_inv;            // [1], written
+    float* scale_inv;            // [groups], written where a group has rows
+    const int* group_of_tile;    // [tiles of rows], below 0 where there is nothing to cast; null without groups
 };
 
 __device__ __forceinline__ float largest_finite() { return 3.40282347e+38f; }
@@ -50,9 +52,9 @@ __device__ __forceinline__ float e8m0_multiplier(u32 code) {
     return __uint_as_float(code == 0xff ? 0x7fffffffu : (254 - code) << 23);
 }
 
-__device__ __forceinline__ float scale_to_use(const ScalingRow& row, long long index, float fp8_max) {
+__device__ __forceinline__ float scale_to_use(const ScalingRow& row, int group, long long index, float fp8_max) {
     const bool delayed = row.current_amax == nullptr || row.newest[index] > 0.0f;
-    return delayed ? row.scale[index] : scale_of_current(*row.current_amax, fp8_max);
+    return delayed ? row.scale[index] : scale_of_current(row.current_amax[group], fp8_max);
 }
 
 /* Amaxes are handled as bits: those of non-negative floats order as integers, NaN > inf > every finite value. */

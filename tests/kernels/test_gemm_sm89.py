@@ -304,6 +304,16 @@ def test_blocks_compile_without_spills(b_scale_rows: int, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("output", DTYPES, ids=str)
+@pytest.mark.parametrize(("promote", "grouped"), [(False, "rows"), (True, "rows"), (True, "depth")])
+def test_groups_compile_without_spills(promote: bool, grouped: str, output: torch.dtype, arch: str) -> None:
+    defines = variant(chosen(promote), "e4m3", "e4m3", output, promote, grouped=grouped)
+    registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
+    assert registers * chosen(promote).threads * (1 if promote else 2) <= REGISTERS
+    assert static_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("one", [*EVERY[::2], EVERY[5]], ids=str)
 def test_instructions(one: Chosen, arch: str) -> None:
     (a_format, b_format), output, _ = one

@@ -11,7 +11,7 @@ from changed_sources import Change
 from pipeline_model import Model, ProtocolError
 from traces import Problem, programs
 
-from kernels_cuda.gemm_variants import Configuration, configurations
+from kernels_cuda.gemm_variants import Configuration, configurations, grouped_configuration
 
 FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
 ADA = {promote: configurations((8, 9), promote)[0] for promote in (False, True)}
@@ -41,6 +41,30 @@ def test_every_order_of_events_ends_well(configuration: Configuration, promote: 
 def test_block_scales_leave_the_pipeline_as_it_is(configuration: Configuration, b_scale_rows: int) -> None:
     problem = Problem(2, 3)
     assert programs(configuration, True, problem, b_scale_rows) == programs(configuration, True, problem)
+
+
+@pytest.mark.parametrize("promote", [False, True])
+def test_groups_of_rows_leave_the_pipeline_as_it_is(promote: bool) -> None:
+    for capability in ((9, 0), (8, 9)):
+        configuration = grouped_configuration(capability, promote)
+        assert configuration is not None
+        # on Ada, a block without a group ends at once
+        tiles = [1, -1, 0, -1] if capability == (9, 0) else [1]
+        plain, used = Problem(sum(one >= 0 for one in tiles), 3), Problem(len(tiles), 3)
+        grouped = programs(configuration, promote, used, groups=("rows", tiles))
+        assert grouped == programs(configuration, promote, plain)
+
+
+def test_every_order_of_groups_by_depth() -> None:
+    hopper, ada = (grouped_configuration(capability, True) for capability in ((9, 0), (8, 9)))
+    assert hopper is not None
+    assert ada is not None
+    # a group without a step first, last and in between
+    edges = [0, 0, 7 * 128, 7 * 128, 9 * 128, 9 * 128]
+    notes = programs(hopper, True, Problem(1, 10), groups=("depth", edges))
+    assert Model(notes).explore() > 9
+    for edges in ([0, 3 * 128], [0, 0]):
+        assert Model(programs(ada, True, Problem(1, 8), groups=("depth", edges)), asynchronous=False).explore() >= 1
 
 
 @pytest.mark.parametrize("promote", [False, True])

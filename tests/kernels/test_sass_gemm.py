@@ -29,6 +29,13 @@ def in_blocks(configuration: Configuration, output: torch.dtype, b_scale_rows: i
     return configuration, (configuration.family, defines)
 
 
+def in_groups(output: torch.dtype, promote: bool, grouped: str) -> Chosen:
+    configuration = gemm_variants.grouped_configuration((9, 0), promote)
+    assert configuration is not None
+    defines = gemm_variants.variant(configuration, "e4m3", "e4m3", output, promote, grouped=grouped)
+    return configuration, (configuration.family, defines)
+
+
 BLOCKS = [
     in_blocks(one, output, rows)
     for one in PROMOTED
@@ -42,6 +49,11 @@ EVERY = [
     *(plain(FAST[0], *pair, out, False) for pair, out in zip(FORMAT_PAIRS[1:], (torch.float16, torch.float32))),
     *(plain(PROMOTED[0], *pair, torch.float16, True) for pair in FORMAT_PAIRS[:2]),
 ]
+GROUPS = [
+    in_groups(output, promote, grouped)
+    for promote, grouped in ((False, "rows"), (True, "rows"), (True, "depth"))
+    for output in gemm_variants.OUTPUTS
+]
 SUMS: list[Family] = [("sum_splits", gemm_variants.sum_splits_variant(output)) for output in gemm_variants.OUTPUTS]
 
 
@@ -49,7 +61,7 @@ def named(chosen: Chosen) -> str:
     return name(chosen[1])
 
 
-@pytest.mark.parametrize("chosen", EVERY + BLOCKS, ids=named)
+@pytest.mark.parametrize("chosen", EVERY + BLOCKS + GROUPS, ids=named)
 def test_compiles_without_spills(chosen: Chosen) -> None:
     configuration, family = chosen
     registers, static_bytes = resources(compiled(family, "sm_90a")[1])
@@ -105,7 +117,7 @@ def test_instructions(chosen: Chosen) -> None:
     assert not count(found, r"STG\..*|RED.*|ATOM.*")
 
 
-@pytest.mark.parametrize("chosen", EVERY + BLOCKS, ids=named)
+@pytest.mark.parametrize("chosen", EVERY + BLOCKS + GROUPS, ids=named)
 def test_nothing_touches_sums_while_products_run(chosen: Chosen) -> None:
     assert touching(*program(chosen[1], "sm_90a")) == []
 
@@ -163,7 +175,7 @@ STEP = {
 }
 
 
-@pytest.mark.parametrize("chosen", EVERY + BLOCKS, ids=named)
+@pytest.mark.parametrize("chosen", EVERY + BLOCKS + GROUPS, ids=named)
 def test_a_step_costs_at_most(chosen: Chosen) -> None:
     configuration, family = chosen
     settings = dict(define.split("=") for define in family[1])

@@ -25,13 +25,14 @@ class Chosen(NamedTuple):
     formats: tuple[str, str] = ("e4m3", "e4m3")
     promote: bool = False
     b_scale_rows: int = 0
+    grouped: str = ""
 
 
 def load(chosen: Chosen, late: bool = True) -> HostKernel:
     """Copies, on Hopper products too, happen as late as a device may do them, or as early."""
-    one, output, formats, promote, b_scale_rows = chosen
-    defines = gemm_variants.variant(one, *formats, output, promote, b_scale_rows)
-    layout = one.blocks_layout if b_scale_rows and promote else one.layout
+    one, output, formats, promote, b_scale_rows, grouped = chosen
+    defines = gemm_variants.variant(one, *formats, output, promote, b_scale_rows, grouped)
+    layout = one.grouped_layout if grouped else one.blocks_layout if b_scale_rows and promote else one.layout
     kernel = HostKernel((one.family, defines), layout, one.threads, 0, one.shared_bytes)
     ctypes.c_int.in_dll(kernel._library, "late").value = late
     return kernel

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -109,8 +109,9 @@ def programs(
     problem: Problem,
     b_scale_rows: int = 0,
     change: Change | None = None,
+    groups: tuple[str, Sequence[int]] | None = None,
 ) -> list[Program]:
-    """What the processes of a cluster do."""
+    """What the processes of a cluster do. ``groups``: how they are grouped, and ``group_of_tile`` or ``edges``."""
     hopper = configuration.family == "gemm_sm90"
     m, n = configuration.block_m * configuration.cluster * problem.tiles, configuration.block_n
     k = (128 if hopper else 64) * problem.steps
@@ -119,12 +120,22 @@ def programs(
     if b_scale_rows:
         shapes, layout = ((m, -(-k // 128)), (n // b_scale_rows, -(-k // 128))), configuration.blocks_layout
         scales = torch.ones(shapes[0]), torch.ones(shapes[1])
-    defines = variant(configuration, "e4m3", "e4m3", torch.float32, promote, b_scale_rows)
+    grouped, of_groups = groups or ("", ())
+    layout = configuration.grouped_layout if groups else layout
+    defines = variant(configuration, "e4m3", "e4m3", torch.float32, promote, b_scale_rows, grouped)
     kernel = _Noting(configuration, defines, layout, change)
     with mock.patch.object(gemm, "tensor_map", host_tensor_map):
-        parts = torch.empty(problem.splits, m, n)
+        parts, where = torch.empty(problem.splits, m, n), torch.tensor(of_groups, dtype=torch.int32)
         split = Split(problem.splits, parts, lambda *_: None) if problem.splits > 1 else None
-        gemm.gemm(kernel, configuration, (a, scales[0]), (b, scales[1]), parts[0], None, split)
+        if grouped == "rows":
+            count = max(of_groups) + 1
+            b, each = b.expand(count, n, k).contiguous(), torch.ones(count)
+            gemm.gemm_by_rows(kernel, configuration, (a, each), (b, each), where, parts[0])
+        elif grouped == "depth":
+            each, out = torch.ones(len(of_groups) - 1), torch.empty(len(of_groups) - 1, m, n)
+            gemm.gemm_by_depth(kernel, configuration, (a, each), (b, each), where, out)
+        else:
+            gemm.gemm(kernel, configuration, (a, scales[0]), (b, scales[1]), parts[0], None, split)
     threads, size = [*kernel.threads()], 128 if hopper else 32
     if not hopper:
         stage_bytes = (configuration.block_m + configuration.block_n) * 64

@@ -75,6 +75,7 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     const unsigned* values = exchange(value);
     return *std::max_element(values, values + 32);
 }
+static inline int __any_sync(unsigned all, int predicate) { return (int)__reduce_max_sync(all, predicate != 0); }
 static inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned mask) {
     return exchange(value)[(threadIdx.x % 32) ^ mask];
 }
