@@ -10,7 +10,8 @@ import yaml
 from documented import commands_of, measured, table_of, text_of
 from repository import ROOT
 
-from benchmarks import model_losses
+from benchmarks.loss_models import DECODERS
+from benchmarks.model_losses import table as table_of_losses
 from benchmarks.packages import PACKAGES, PRECISIONS, table
 from lightning_fp8.scaling.recipe import RECIPES
 
@@ -193,8 +194,8 @@ def test_losses_of_models() -> None:
     text = (ROOT / "docs" / "results" / "model-losses-cpu.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     cases = {(row["case"], row["variant"], row["seed"]) for row in rows}
-    assert len(cases) == len(rows) == len(model_losses.MODELS) * 2 * 5
+    assert len(cases) == len(rows) == len(DECODERS) * 2 * 5
     assert {(row["steps"], row["threads"], "dirty" in row["commit"]) for row in rows} == {(200, 1, False)}
-    assert model_losses.table(rows) in text_of("docs/with-other-libraries.md")
+    assert table_of_losses(rows) in text_of("docs/with-other-libraries.md")
     (command,) = {row["command"] for row in rows}
     assert f"OMP_NUM_THREADS=1 {command}" in commands_of("docs/with-other-libraries.md")
