@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from benchmarks.graph_networks import KINDS, communities, network
+from benchmarks.graph_networks import KINDS, communities, graph, network
 from benchmarks.pairs import distances, pairs
 
 VOCABULARY = 96
@@ -77,9 +77,10 @@ def loss_of_pairs(model: nn.Module, seed: int, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(seen)[is_hidden].float(), bins[is_hidden])
 
 
-def loss_of_graph(model: nn.Module, seed: int, step: int) -> Tensor:
+def loss_of_graph(kind: str, model: nn.Module, seed: int, step: int) -> Tensor:
     """Of the classes of all nodes of a graph."""
-    x, edges, labels = communities(1000 * seed + step)
+    # PNA learns communities so unsteadily that five seeds hide what a precision costs; GCN and GAT learn few sums
+    x, edges, labels = (graph if kind == "PNA" else communities)(1000 * seed + step)
     return nn.functional.cross_entropy(model(x, edges).float(), labels)
 
 
@@ -88,5 +89,5 @@ TASKS = {
     "LlamaWeightNorm": Task(partial(normalised_llama, parametrizations.weight_norm), loss_of_tokens),
     "LlamaSpectralNorm": Task(partial(normalised_llama, parametrizations.spectral_norm), loss_of_tokens),
     "Pairs": Task(pairs, loss_of_pairs),
-    **{kind: Task(partial(network, kind), loss_of_graph, ("torch_geometric",)) for kind in KINDS},
+    **{kind: Task(partial(network, kind), partial(loss_of_graph, kind), ("torch_geometric",)) for kind in KINDS},
 }
