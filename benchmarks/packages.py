@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.graph_networks import KINDS, graph, network
 from benchmarks.harness import append
 from lightning_fp8 import describe, load_scales, scaling_state
 from lightning_fp8.runtime.environment import environment, package_version
@@ -156,40 +157,11 @@ def scvi(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Mad
 def graphs(kind: str, trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
     """A network of torch_geometric that classifies the nodes of a new random graph at each step; saves its weights."""
     import lightning.pytorch as pl
-    import torch_geometric.nn as geometric
-    from torch_geometric.utils import degree
-
-    nodes, classes, hidden = 512, 16, 64
-
-    def graph(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        random = torch.Generator().manual_seed(number)
-        edges = torch.randint(nodes, (2, 4 * nodes), generator=random)
-        x, noise = torch.randn(nodes, 32, generator=random), torch.randn(nodes, classes, generator=random)
-        around = x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / 2
-        return x, edges, (around[:, :classes] + noise).argmax(1)
-
-    degrees = degree(graph(0)[1][1], nodes, dtype=torch.long).bincount()
-    settings: dict[str, Any] = {"num_layers": 3, "out_channels": classes}
-    if kind == "PNA":
-        settings |= {"aggregators": ["mean", "max", "std"], "scalers": ["identity", "amplification"], "deg": degrees}
-
-    class Transformer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            parts = [geometric.MLP([hidden, hidden, hidden], norm=None) for _ in range(2)]
-            self.enter, self.leave = geometric.Linear(32, hidden), geometric.Linear(hidden, classes)
-            self.layers = nn.ModuleList(geometric.GPSConv(hidden, geometric.GINConv(part), heads=4) for part in parts)
-
-        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-            x = self.enter(x)
-            for layer in self.layers:
-                x = layer(x, edges)
-            return self.leave(x)
 
     class Nodes(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Transformer() if kind == "GPS" else getattr(geometric, kind)(32, hidden, **settings)
+            self.net = network(kind)
             self.losses: list[float] = []
 
         def training_step(self, _: torch.Tensor) -> torch.Tensor:
@@ -221,7 +193,7 @@ PACKAGES: dict[str, Package] = {
     "pytorch-forecasting": pytorch_forecasting,
     "chemprop": chemprop,
     "scvi-tools": scvi,
-    **{f"torch_geometric/{kind}": partial(graphs, kind) for kind in ("GCN", "GAT", "GraphSAGE", "PNA", "GPS")},
+    **{f"torch_geometric/{kind}": partial(graphs, kind) for kind in KINDS},
 }
 
 

@@ -12,7 +12,7 @@ from experts import FORMS, WIDTH, experts, mixtral, token_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from benchmarks.model_losses import MODELS, model_of
+from benchmarks.loss_models import DECODERS, decoder
 from lightning_fp8 import convert, describe, export, load_exported, scaling_state
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
@@ -55,10 +55,10 @@ def test_describe_names_experts_and_routers() -> None:
     assert not any("layers.0.mlp.experts" in name or ".gate." in name for name in names)
 
 
-@pytest.mark.parametrize("form", MODELS)
+@pytest.mark.parametrize("form", DECODERS)
 def test_all_matrices_but_embeddings_and_routers_run_in_fp8(form: str) -> None:
     torch.manual_seed(3)
-    plain = model_of(form)
+    plain = decoder(form)
     model = convert(copy.deepcopy(plain))
     parts = [model.get_submodule(row.path) for row in describe(model) if row.converted]
     in_fp8 = sum(weight.numel() for part in parts for weight in {id(w): w for _, w in part.gemms()}.values())
