@@ -128,10 +128,7 @@ def gemm_by_rows(
         out: ``[P, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
         bias: ``[E, N] float32, bfloat16 or float16``, contiguous, rounded to the dtype of ``out`` before it is added.
     """
-    (m, k), (groups, n, _) = a[0].shape, b[0].shape
-    tiles = m // configuration.block_m * -(-n // configuration.block_n)
-    b_rows = b[0].view(groups * n, k), b[1]
-    _in_groups(kernel, configuration, a, b_rows, out, (m, n, k), 1, tiles, bias, group_of_tile)
+    _in_groups(kernel, configuration, a, (b[0].flatten(0, 1), b[1]), out, 1, bias, group_of_tile)
 
 
 def gemm_by_depth(
@@ -148,9 +145,7 @@ def gemm_by_depth(
         out: ``[E, M, N]`` of the variant's output dtype, contiguous, its rows at multiples of 16 bytes; written, with
             zeros where a group's part is empty.
     """
-    (m, k), n, groups = a[0].shape, len(b[0]), len(out)
-    tiles = groups * -(-m // configuration.block_m) * -(-n // configuration.block_n)
-    _in_groups(kernel, configuration, a, b, out.view(groups * m, n), (m, n, k), groups, tiles, None, edges)
+    _in_groups(kernel, configuration, a, b, out.flatten(0, 1), len(out), None, edges)
 
 
 def _in_groups(
@@ -159,15 +154,14 @@ def _in_groups(
     a: Operand,
     b: Operand,
     out: Tensor,
-    shape: tuple[int, int, int],
     splits: int,
-    tiles: int,
     bias: Tensor | None,
     groups: Tensor,
 ) -> None:
     """With all groups' rows of b and out in one matrix."""
     (a_codes, a_scale_inv), (b_codes, b_scale_inv) = a, b
-    (m, n, k), (rows, _), size = shape, out.shape, out.itemsize
+    (m, k), (rows, n), size = a_codes.shape, out.shape, out.itemsize
+    tiles = splits * -(-m // configuration.block_m) * -(-n // configuration.block_n)
     problem = (
         a_scale_inv.data_ptr(),
         b_scale_inv.data_ptr(),

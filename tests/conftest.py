@@ -230,6 +230,21 @@ def cuda_half(host_kernels: list[str], cuda_functions: None, monkeypatch: pytest
 
 
 @pytest.fixture
+def grouped_half(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """The same with Hopper's GEMMs over groups of rows."""
+    from host_kernels import host_tensor_map
+
+    from kernels_cuda import gemm
+    from lightning_fp8.ops.cuda import groups
+
+    monkeypatch.setattr(groups, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gemm, "tensor_map", host_tensor_map)
+    groups._kernels.cache_clear()
+    yield cuda_half
+    groups._kernels.cache_clear()
+
+
+@pytest.fixture
 def one_process() -> Iterator[None]:
     """A process group of this process alone."""
     from torch import distributed

@@ -11,14 +11,25 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.fp8_parameter import is_frozen
-from lightning_fp8.modules.functional import cast_weight, check_input, check_whole, fp8_linear
-from lightning_fp8.ops.library import is_exporting
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen
+from lightning_fp8.modules.functional import (
+    cast_stack,
+    cast_weight,
+    check_input,
+    check_whole,
+    fp8_linear,
+    output_dtype,
+)
+from lightning_fp8.ops.cuda.groups import has_kernels
+from lightning_fp8.ops.groups import cast_groups_operand, groups_of, linear_groups
+from lightning_fp8.ops.library import is_exporting, on_gpu
+from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
 
 # the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
 _FORM = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 _INTERFACE = "transformers.integrations.moe"
+_LLAMA_4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forward")
 
 
 class Fp8Experts(Fp8Module):
@@ -30,8 +41,10 @@ class Fp8Experts(Fp8Module):
 
     Where the experts have biases, each product adds its own; a gate of the class takes the place of ``act(a) * b``.
 
-    An expert without a token records nothing, so its histories and scales stay. The tokens are sorted by expert, and
-    each expert multiplies with its own; for that the host reads the token counts, and waits for the device.
+    An expert without a token records nothing, so its histories and scales stay. The tokens are sorted by expert. On a
+    GPU with GEMMs over groups of rows, each product is one launch for all experts, and nothing waits for the device.
+    Elsewhere, and for what these GEMMs do not have, one expert multiplies after the other; for that the host reads the
+    token counts, and waits for the device.
 
     Shape:
         gate_up_proj ``[E, 2I, H]``, or up_proj ``[E, I, H]`` where the experts have no gate; down_proj ``[E, H, I]``;
@@ -66,18 +79,64 @@ class Fp8Experts(Fp8Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states ``[T, H]`` -> ``[T, H]``; see the class."""
+        chosen, by_expert = top_k_index.flatten().sort(stable=True)
+        y = self._computed(hidden_states[by_expert // top_k_index.shape[-1]], chosen)
+        if self.has_post_expert_norm:
+            y = self.post_expert_norm(y)
+        y = y * top_k_weights.flatten()[by_expert, None]
+        return y[by_expert.argsort()].view(*top_k_index.shape, y.shape[-1]).sum(1).to(hidden_states.dtype)
+
+    def _computed(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """x ``[R, H]`` -> ``[R, H]``, each row by its expert, ``chosen [R] int64``, in ascending order."""
         if is_exporting():
             raise NotImplementedError(
                 "Experts in FP8 cannot be exported: the shapes of their products depend on the routing. Leave them out"
                 " with `convert(model, ignore_modules=['*.experts'])`, or call `unconvert(model)`, before the export."
             )
+        if self._runs_in_groups(x):
+            first, down = stack_names(self)
+            groups = groups_of(chosen, len(getattr(self, first)))
+            return self._product_of_groups(down, self._activated(self._product_of_groups(first, x, groups)), groups)
         if is_dynamo_compiling():
             _say_not_compiled()
-        return self._routed(hidden_states, top_k_index, top_k_weights)
+        return self._one_by_one(x, chosen)
+
+    def _runs_in_groups(self, x: Tensor) -> bool:
+        """Whether each product is one launch for all experts."""
+        if not on_gpu(x) or x.is_meta or not x.numel():
+            return False
+        first, *others = self.fp8.values()
+        slots, precision = first.slots, first.precision
+        is_partial = not precision.in_fp8 or precision.in_bf16 or first.model.counts.values is not None
+        if is_partial or slots["input", True].current.blocks or any(one.precision != precision for one in others):
+            return False
+        dtype, formats = x.dtype, (slots["input", True].format, slots["grad_output", True].format)
+        for name in stack_names(self):
+            stack = cast(Tensor, getattr(self, name))
+            check_whole(self.fp8[f"{name}.0"], stack)
+            dtypes = dtype, output_dtype(x), stack.dtype
+            if isinstance(stack, Fp8Parameter) or not has_kernels(x.device, dtypes, formats, stack.shape[1:]):
+                return False
+            dtype = output_dtype(x)
+        return True
+
+    def _product_of_groups(self, name: str, x: Tensor, groups: Groups) -> Tensor:
+        stack, record = cast(Tensor, getattr(self, name)), self.records
+        check_input(self, f"input of {name}", x, stack.detach()[0])
+        gemms = [self.fp8[f"{name}.{expert}"] for expert in range(len(stack))]
+        operand, slots = cast_stack(gemms, stack, record), gemms[0].stack_slots
+        bias = cast(Tensor, getattr(self, f"{name}_bias")) if self.has_bias else None
+        if bias is not None:
+            check_whole(gemms[0], bias, "bias")
+        keep = stack.requires_grad and torch.is_grad_enabled()
+        x_fp8 = cast_groups_operand(x.detach(), slots["input", record], groups, keep)
+        dtype, dy = output_dtype(x), slots["grad_output", record]
+        y: Tensor = linear_groups(x, stack, bias, x_fp8, operand, groups, dy, dtype, self.weight_is_k_by_n)
+        return y
 
     # the shapes of the products depend on the routing: a compiler would make a graph for each
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _one_by_one(self, x: Tensor, chosen: Tensor) -> Tensor:
         stacks = {name: cast(Tensor, getattr(self, name)) for name in stack_names(self)}
         for name, stack in stacks.items():
             check_whole(self.fp8[f"{name}.0"], stack)
@@ -89,18 +148,12 @@ class Fp8Experts(Fp8Module):
         def product(name: str, expert: int, x: Tensor) -> Tensor:
             return self._product(name, expert, x, stacks[name], weights[name][expert], biases[name][expert])
 
-        chosen, by_expert = top_k_index.flatten().sort(stable=True)
-        x = hidden_states[by_expert // top_k_index.shape[-1]]
         outputs = []
         for expert, tokens in enumerate(x.split(self._tokens_by_expert(chosen, len(weights[first])))):
             if len(tokens):
                 h = self._activated(product(first, expert, tokens))
                 outputs.append(product(down, expert, h))
-        y = torch.cat(outputs) if outputs else x
-        if self.has_post_expert_norm:
-            y = self.post_expert_norm(y)
-        y = y * top_k_weights.flatten()[by_expert, None]
-        return y[by_expert.argsort()].view(*top_k_index.shape, y.shape[-1]).sum(1).to(hidden_states.dtype)
+        return torch.cat(outputs) if outputs else x
 
     def _tokens_by_expert(self, chosen: Tensor, experts: int) -> list[int]:
         if chosen.is_meta:
@@ -122,7 +175,7 @@ class Fp8Experts(Fp8Module):
         if not self.has_bias:
             return [None] * experts
         bias = cast(Tensor, getattr(self, f"{name}_bias"))
-        check_whole(self.fp8[f"{name}.0"], bias)
+        check_whole(self.fp8[f"{name}.0"], bias, "bias")
         return bias.unbind()
 
     def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -140,26 +193,60 @@ class Fp8TransposedExperts(Fp8Experts):
     weight_is_k_by_n = True
 
 
+class Fp8SortedExperts(Fp8TransposedExperts):
+    """Experts that are given rows for each of them, as many, one after the other: those of Llama 4.
+
+    Shape:
+        hidden_states ``[E * T, H]``; result the same.
+    """
+
+    has_gate, has_bias, has_post_expert_norm = True, False, False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """hidden_states ``[E * T, H]`` -> ``[E * T, H]``."""
+        stack = cast(Tensor, self.gate_up_proj)
+        rows = hidden_states.view(len(stack), -1, hidden_states.shape[-1]).shape[1]
+        chosen = torch.arange(len(stack), device=hidden_states.device).repeat_interleave(rows)
+        return self._computed(hidden_states.view(-1, hidden_states.shape[-1]), chosen)
+
+    def _apply_gate(self, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
+
+
 def experts_class(layer: nn.Module) -> type[Fp8Experts]:
     """The class that computes the forward of these plain experts in FP8."""
+    if _are_sorted(layer):
+        return Fp8SortedExperts
     return Fp8TransposedExperts if layer.is_transposed else Fp8Experts
 
 
 def stack_names(layer: nn.Module) -> tuple[str, str]:
     """Names of the two parameters ``[E, N, K]`` or ``[E, K, N]``, in the order of the products."""
-    return "gate_up_proj" if layer.has_gate else "up_proj", "down_proj"
+    return "gate_up_proj" if getattr(layer, "has_gate", True) else "up_proj", "down_proj"
 
 
 def is_experts(layer: nn.Module) -> bool:
     """Whether these are experts of transformers 5, converted or plain: a layer's experts in two 3-D parameters."""
-    if not all(hasattr(layer, flag) for flag in _FORM):
+    if not (all(hasattr(layer, flag) for flag in _FORM) or isinstance(layer, Fp8Experts) or _are_sorted(layer)):
         return False
     stacks = [getattr(layer, name, None) for name in stack_names(layer)]
     return all(isinstance(stack, Tensor) and stack.dim() == 3 for stack in stacks)
 
 
+def _are_sorted(layer: nn.Module) -> bool:
+    """Whether experts, converted or plain, compute with the forward of Llama 4's."""
+    if isinstance(layer, Fp8SortedExperts):
+        return True
+    # a scripted module's class has none
+    forward = getattr(type(layer), "forward", None)
+    return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _LLAMA_4
+
+
 def reason_against_experts(layer: nn.Module) -> str | None:
     """Why these plain experts cannot run in FP8; None if they can."""
+    if _are_sorted(layer):
+        return None
     if layer._is_expert_parallel:
         return "experts that are distributed over processes"
     # the one forward that is known to compute what the flags say
@@ -188,7 +275,7 @@ def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say_not_compiled() -> None:
     warn_once(
-        "Experts in FP8 are not compiled: the shapes of their products depend on the routing. `torch.compile` breaks"
-        " its graph before and after them, and `fullgraph=True` fails; leave them out with"
-        " `ignore_modules=['*.experts']` to compile them in bf16."
+        "Experts in FP8 are not compiled here: one runs after the other, and the shapes of their products depend on the"
+        " routing. `torch.compile` breaks its graph before and after them, and `fullgraph=True` fails; leave them out"
+        " with `ignore_modules=['*.experts']` to compile them in bf16."
     )

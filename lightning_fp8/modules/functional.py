@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, cast
 
@@ -17,12 +18,12 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
 from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import normal_tensors
-from lightning_fp8.modules.weights_together import cast_stale
+from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
 from lightning_fp8.ops.library import can_keep_copies, is_watched, on_gpu
-from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.ops.operand import Fp8Operand, as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
 
 
@@ -125,6 +126,20 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     return Fp8Weight(weight, made, may_keep)
 
 
+def cast_stack(gemms: Sequence[Gemm], stack: Tensor, record: bool) -> Fp8Operand:
+    """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``."""
+    kept = gemms[0].weight_cast
+    if kept.is_kept and (record or kept.assumptions > 0) and can_keep_copies(stack):
+        parts = zip(gemms, stack.detach().unbind(), strict=True)
+        made = [cast(Fp8Operand, cast_weight(gemm, stack, record, part).operand) for gemm, part in parts]
+    else:
+        if not torch.compiler.is_compiling():
+            gemms[0].model.on_stale_weight(gemms[0])
+        made = cast_together([(gemm, stack) for gemm in gemms], [None] * len(gemms), record)
+    rows, columns, scale_inv = map(as_stack, list(zip(*made, strict=True))[:3])
+    return Fp8Operand(rows, columns, scale_inv, scale_inv, made[0].format)
+
+
 def _must_count(gemm: Gemm, record: bool) -> bool:
     """Whether a frozen weight is cast again, so that each step counts its losses."""
     return record and gemm.model.counts.values is not None
@@ -135,11 +150,11 @@ def _needs_cast(precision: LayerPrecision) -> bool:
     return precision.casts("weight") if torch.is_grad_enabled() else precision.fprop_in_fp8
 
 
-def check_whole(gemm: Gemm, parameter: Tensor) -> None:
+def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
     """Raise a NotImplementedError for a ``DTensor``."""
     if isinstance(parameter, DTensor):
         raise NotImplementedError(
-            f"{gemm.name!r}: the weight is distributed over processes, and only `nn.Linear` computes with a part of"
+            f"{gemm.name!r}: the {what} is distributed over processes, and only `nn.Linear` computes with a part of"
             " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
             " its hooks gather the weight."
         )

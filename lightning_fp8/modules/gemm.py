@@ -58,6 +58,7 @@ class Gemm:
         precision: which of the products run in FP8.
         slots: the places of its tensors in the state, by role and by whether a cast records. Made again when anything
             in them changes; one tuple serves all forwards.
+        stack_slots: the same for the tensors of all matrices of a stack, where this is the first one.
         weight_cast: the FP8 cast of the weight, as it is kept between forwards.
         bias_cast: the bias in the 16-bit dtype that torch's GEMM takes.
         shared_input: the input, if other layers take the same tensor; it is recorded in the row of the first of
@@ -81,7 +82,7 @@ class Gemm:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner; its histories belong to its weight as
         # they do here
         reference = None if self.reference is None or self.is_known() else Stamped()
-        kept = {name: value for name, value in self.__dict__.items() if name != "slots"}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("slots", "stack_slots")}
         return {**kept, "_owner": None, "reference": reference}
 
     def belong_to(self, layer: Layer, name: str) -> None:
@@ -229,6 +230,12 @@ class Gemm:
             index, fmt = state.indices[state.row_of(self.module, "weight")], recipe.format_of("weight").name
             current = CurrentScale(blocks=recipe.current.blocks)
             self.slots["weight", record] = WeightSlot(index, fmt, state, record, current)
+        if self.weight_cast.part == 0 and (stack := self.weight) is not None:
+            self.stack_slots = {
+                (role, record): slot._replace(index=self.model.index_of(state.row_of(self.module, role), len(stack)))
+                for (role, record), slot in self.slots.items()
+                if role != "weight"
+            }
 
     def split(self, over: dict[Role, str]) -> None:
         """Set the process groups that tensors are split over, by role."""

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_fp8.ops.basic import scaled_mm, scaled_mm_add_
 from lightning_fp8.ops.feed_forward import gated_backward, gated_mlp, mlp, mlp_backward
+from lightning_fp8.ops.groups import linear_groups, linear_groups_backward
 from lightning_fp8.ops.library import Operator
 from lightning_fp8.ops.linear_layer import linear, linear_backward
 from lightning_fp8.ops.operand import Columns
@@ -74,6 +75,19 @@ def _gated_mlp(x: Shape, gate: Any, up: Any, down: Any, *_: Any) -> int:
 @_count(gated_backward)
 def _gated_backward(da: Shape, gate: Shape, up: Shape, x: Columns, w_gate: Columns, w_up: Columns, *_: Any) -> int:
     return _gradients(gate, x, w_gate) + _gradients(up, x, w_up)
+
+
+@_count(linear_groups)
+def _linear_groups(x: Shape, weight: Shape, *_: Any) -> int:
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+@_count(linear_groups_backward)
+def _linear_groups_backward(dy: Shape, x: Columns, w: Columns, *_: Any) -> int:
+    t, n = dy
+    # payloads by columns [K, P] and [E, K, N]
+    payloads: list[Any] = [x.payload, w.payload]
+    return sum(2 * t * n * shape[at] for at, shape in enumerate(payloads) if shape is not None)
 
 
 def _rows(x: Shape) -> Shape:

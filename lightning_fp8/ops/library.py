@@ -20,6 +20,7 @@ from lightning_fp8.ops.operand import (
     Columns,
     Fp8Operand,
     Fp8Tensor,
+    Groups,
     Layer,
     Slot,
     WeightSlot,
@@ -54,6 +55,7 @@ _PARTS: dict[type[tuple[Any, ...]], str] = {
     Layer: "Tensor {0}_weight, Tensor? {0}_bias, Tensor? {0}_bias_value, Tensor {0}, Tensor {0}_t, "
     "Tensor {0}_scale_inv, Tensor {0}_t_scale_inv, str {0}_format",
     Columns: "Tensor? {0}, Tensor {0}_scale_inv, str {0}_format",
+    Groups: "Tensor {0}_position, Tensor {0}_of_tile, Tensor {0}_edges",
     Slot: "Tensor {0}_scale, Tensor {0}_amax_history, Tensor {0}_index, int {0}_state, bool {0}_record, str {0}_how",
     WeightSlot: "Tensor {0}_index, int {0}_state, bool {0}_record, str {0}_how",
 }
@@ -126,7 +128,7 @@ def _in_parts(arguments: Iterable[Any]) -> list[Any]:
                 flat.append(argument.index)
                 how = how_in_words(argument.format, "", argument.current)
             flat.extend((handle, argument.record, how))
-        elif isinstance(argument, (Fp8Operand, Fp8Tensor, Columns)):
+        elif isinstance(argument, (Fp8Operand, Fp8Tensor, Columns, Groups)):
             flat.extend(argument)
         elif isinstance(argument, Layer):
             flat.extend((*argument[:3], *argument.operand))

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # GEMMs take operands whose rows are a multiple of 16 bytes, and kernels store 16 bytes at once
 ALIGNMENT = 16
+# rows of a tile, which belongs to one group
+GROUP_ROWS = 128
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
 
@@ -134,6 +136,28 @@ class Columns(NamedTuple):
     payload: Tensor | None
     scale_inv: Tensor
     format: str
+
+
+class Groups(NamedTuple):
+    """Which rows belong to which of E groups, each of which multiplies with a weight of its own.
+
+    T rows, sorted by group, lie in P >= T rows: those of a group begin at a multiple of 128, and zeros follow them up
+    to the next one. A group may have no row. All tensors are on the device, and the host reads none of them.
+
+    Attributes:
+        position: ``[T] int64``, the place of each row among the P.
+        of_tile: ``[P/128] int32``, the group of each 128 rows; -1 behind the last group.
+        edges: ``[E + 1] int32``, where the groups begin and, last, where the last one ends.
+    """
+
+    position: Tensor
+    of_tile: Tensor
+    edges: Tensor
+
+    @property
+    def padded_rows(self) -> int:
+        """P."""
+        return len(self.of_tile) * GROUP_ROWS
 
 
 class Blocks(NamedTuple):
@@ -287,6 +311,19 @@ def in_layout(payload: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """The payload by rows and by columns, each empty if ``layout`` does not include it."""
     rows = payload if layout != "columns" else payload.new_empty(0)
     return rows, by_columns(payload) if layout != "rows" else payload.new_empty(0)
+
+
+def as_stack(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.stack(parts)``; a view, where contiguous parts lie side by side in one memory."""
+    first = parts[0]
+    if not torch.compiler.is_compiling() and not first.is_meta:
+        at, size, memory = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()
+        if first.is_contiguous() and all(
+            one.storage_offset() == at + number * size and one.untyped_storage().data_ptr() == memory
+            for number, one in enumerate(parts)
+        ):
+            return first.as_strided((len(parts), *first.shape), (size, *first.stride()))
+    return torch.stack([*parts])
 
 
 def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:

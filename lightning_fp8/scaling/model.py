@@ -89,12 +89,14 @@ class Fp8Model:
         # steps of optimizers of torch, and whether one is in progress or, if none has stepped, one by hand is due
         self._steps = 0
         self._is_stepping = False
+        self._of_groups: dict[tuple[int, int], Tensor] = {}
         self.on_move()
 
     # The tensors that depend on the device
 
     def on_move(self) -> None:
         """The state has been moved to its device."""
+        self._of_groups.clear()
         self.counts.to(self.state.device)
         with torch.inference_mode(False):
             self.no_history = torch.zeros(1, self.state.delayed, dtype=torch.float32, device=self.state.device)
@@ -135,6 +137,7 @@ class Fp8Model:
         delayed = slice(state.delayed)
         # by address, which the host knows
         self._row_at = {index.data_ptr(): row for row, index in enumerate(state.indices[delayed])}
+        self._row_at |= {index.data_ptr(): row for (row, _), index in self._of_groups.items() if row < state.delayed}
         with torch.inference_mode(False):
             answer = torch.zeros(state.delayed, dtype=torch.bool, pin_memory=state.device.type == "cuda")
         # the same memory
@@ -148,6 +151,17 @@ class Fp8Model:
         return bool(self._known[self._awaited].all())
 
     # The casts
+
+    def index_of(self, row: int, count: int) -> Tensor:
+        """Consecutive rows of the state, ``[count] int64``, for the cast of a tensor whose groups are these tensors."""
+        index = self._of_groups.get((row, count))
+        if index is None:
+            with torch.inference_mode(False):
+                index = torch.arange(row, row + count, device=self.state.device)
+            self._of_groups[row, count] = index
+            if row < self.state.delayed:
+                self._row_at[index.data_ptr()] = row
+        return index
 
     def scaling_of(
         self, precision: LayerPrecision, group: str, from_history: bool = True
@@ -178,7 +192,7 @@ class Fp8Model:
             an evaluation of other weights than theirs; and whether, in addition, the tensor at ``index`` is known to
             have one: False if ``index`` is None.
         """
-        row = None if index is None else self._row_at.get(index.data_ptr())
+        row, rows = (None, 1) if index is None else (self._row_at.get(index.data_ptr()), index.numel())
         # inputs come before gradients
         if row is not None and 2 * row < len(self._known):
             if row in self._cast or not self._cast:
@@ -189,7 +203,7 @@ class Fp8Model:
                 self._is_stepping &= self._steps > 0
             self._cast.add(row)
             if record:
-                self.recording.add(row)
+                self.recording.update(range(row, row + rows))
                 if not self.histories_fit:
                     self._begin_anew()
         if record:
@@ -200,6 +214,8 @@ class Fp8Model:
             self.notices.on_cast_without_scales(self.state, index)
         may_use_history = record or self.histories_fit
         has_history = may_use_history and row is not None and self._known.item(row)
+        if has_history and rows > 1 and row is not None:
+            has_history = bool(self._known[row : row + rows].all())
         return self.state.amax if record else None, may_use_history, has_history
 
     def on_export(self) -> None:

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from experts import EXPERTS, FORMS, HIDDEN, TOKENS, WIDTH, Separate, experts, mixtral, routing, token_batch
 from moved import to_bf16
 from sqnr import sqnr
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert, weights_unchanged
@@ -88,6 +89,47 @@ def test_equal_separate_linear_layers_bit_for_bit(half: str, form: str) -> None:
     # every expert has its own scale in each of the three roles
     assert len({*state.scale.tolist()}) > 0.9 * len(state.names) == 0.9 * 3 * 2 * EXPERTS
     assert "gate_up_proj.3.input" in state.names
+
+
+def test_experts_of_llama_4_are_separate_linear_layers_bit_for_bit() -> None:
+    """They are given rows of each expert, one after the other, and have no routing of their own."""
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    stacked = Llama4TextExperts(
+        SimpleNamespace(num_local_experts=EXPERTS, hidden_size=WIDTH, intermediate_size=HIDDEN, hidden_act="silu")
+    )
+    separate = nn.ModuleList(
+        nn.ModuleDict({name: nn.Linear(*getattr(stacked, name).shape[1:], bias=False) for name in STACKS})
+        for _ in range(EXPERTS)
+    )
+    for name in STACKS:
+        stack = nn.init.normal_(getattr(stacked, name), std=0.2)
+        for layers, weight in zip(separate, stack.detach(), strict=True):
+            layers[name].weight.data.copy_(weight.t())  # type: ignore[index]
+    convert(stacked)
+    convert(separate)
+    copied = unconvert(copy.deepcopy(stacked))
+    assert type(copied) is Llama4TextExperts
+    for _ in range(3):
+        x, other = (torch.randn(EXPERTS * TOKENS, WIDTH).requires_grad_() for _ in range(2))
+        other.data.copy_(x.data)
+        outputs = []
+        for layers, rows in zip(separate, other.chunk(EXPERTS), strict=True):
+            gate, up = layers["gate_up_proj"](rows).chunk(2, -1)  # type: ignore[index]
+            outputs.append(layers["down_proj"](up * nn.functional.silu(gate)))  # type: ignore[index]
+        y, expected = stacked(x), torch.cat(outputs)
+        assert torch.equal(y, expected)
+        assert sqnr(copied(x), y) > 18
+        for one in (y, expected):
+            one.square().sum().backward()
+        assert torch.equal(x.grad, other.grad)
+        for name in STACKS:
+            gradients = torch.stack([layers[name].weight.grad.t() for layers in separate])  # type: ignore[index]
+            assert torch.equal(getattr(stacked, name).grad, gradients)
+        assert torch.equal(scaling_state(stacked).amax.sort().values, scaling_state(separate).amax.sort().values)
+        for model in (stacked, separate):
+            scaling_state(model).update()
+            model.zero_grad()
 
 
 @pytest.mark.parametrize("products", [("wgrad",), ("fprop", "dgrad")])

@@ -194,14 +194,40 @@ def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_block_kernels_pass_their_self_tests(gpu: torch.device) -> None:
+def test_kernels_of_blocks_and_groups_pass_their_self_tests(gpu: torch.device) -> None:
     """All dtypes and configurations; products with the scales of each step; casts in MX, also of weights."""
     every = kernels.variants(torch.cuda.get_device_capability(gpu), every=True)
-    words = ("cast_blocks", "cast_mx", "cast_weights SQUARES=1", "cast_weights MX=1", "B_SCALE_ROWS")
+    words = ("cast_blocks", "cast_mx", "cast_weights SQUARES=1", "cast_weights MX=1", "B_SCALE_ROWS", "GROUPED")
     in_blocks = [one for one in every if any(word in one.name for word in words)]
     assert len(in_blocks) >= 9
     failures = {one.name: one.self_test(gpu, kernel_of(one, gpu)) for one in in_blocks}
     assert [name for name, failure in failures.items() if failure is not None] == [], failures
+
+
+def test_experts_in_groups(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product in one launch, against one expert after the other; the same again, to the last bit."""
+    import experts as made
+
+    from lightning_fp8.modules import experts
+    from lightning_fp8.ops.cuda import groups
+
+    if groups.grouped_configuration(groups.capability(gpu), True) is None:
+        pytest.skip("no GEMMs over groups of rows")
+    for name, size in (("WIDTH", 512), ("HIDDEN", 384), ("TOKENS", 1000)):
+        monkeypatch.setattr(made, name, size)
+    model = convert(made.experts("transposed, biases, interleaved gate")).to(gpu)
+    found = []
+    for in_groups in (True, True, False):
+        if not in_groups:
+            monkeypatch.setattr(experts, "has_kernels", lambda *_: False)
+        x = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0)).to(gpu).requires_grad_()
+        model.zero_grad()
+        y = model(x, *(one.to(gpu) for one in made.routing(2)))
+        y.square().sum().backward()
+        found.append([y.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    for one, again, other in zip(*found, strict=True):
+        assert torch.equal(one, again)
+        assert (one - other).norm() < 0.05 * other.norm()
 
 
 @pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling()], ids=lambda recipe: recipe.precision)

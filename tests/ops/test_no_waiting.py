@@ -312,6 +312,22 @@ def test_experts_wait_once(waits: NoWaiting) -> None:
     assert waits.of(step) == ["lightning_fp8/modules/experts.py _tokens_by_expert: tolist"] * 2
 
 
+def test_experts_in_groups_do_not_wait(
+    grouped_half: Counter[str], waits: NoWaiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import experts
+
+    for name in ("WIDTH", "HIDDEN"):
+        monkeypatch.setattr(experts, name, 64)
+    index, weights = (one.to(DEVICE) for one in experts.routing())
+    step = Loop(convert(experts.experts()), lambda x: step.model(x, index, weights))
+    step.x = torch.randn(experts.TOKENS, 64, device=DEVICE)
+    step()
+    grouped_half.clear()
+    assert waits.of(step) == []
+    assert any("GROUPED" in name for name in grouped_half)
+
+
 # what waits, and what the finder calls it; s is on the device
 FAULTS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "item": (lambda s: s[0].item(), "_local_scalar_dense"),
@@ -364,7 +380,7 @@ def test_what_does_not_wait(waits: NoWaiting) -> None:
 # by function of the package: how often an optimizer step of two micro-batches calls it, for two layers
 PLACES = {
     "scaling.model.Fp8Model.on_step_ends": 1,  # in a hook of the optimizer's step
-    "ops.cuda.dispatch._new_result": 8,  # casts of inputs and gradients
+    "ops.cuda.dispatch.new_result": 8,  # casts of inputs and gradients
     "modules.weights_together.cast_together": 1,
 }
 

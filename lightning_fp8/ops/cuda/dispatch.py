@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, empty_strided
@@ -23,6 +24,7 @@ from lightning_fp8.ops.operand import (
     ALIGNMENT,
     CurrentScale,
     Fp8Operand,
+    Groups,
     Slot,
     WeightSlot,
     columns_shape,
@@ -132,9 +134,10 @@ def cast_weights(
 ) -> list[Fp8Operand]:
     """See :func:`lightning_fp8.ops.basic.cast_weights`; in blocks by one launch, else by two. No weight is empty."""
     in_blocks, payloads, views = bool(slots[0].current.blocks), [], []
+    new = _payloads_by_stack([weight for weight, kept in zip(weights, out, strict=True) if kept is None], in_blocks)
     for weight, kept in zip(weights, out, strict=True):
         is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
-        made = new_payloads(weight, weight.shape, "rows" if is_view else "both") if kept is None else kept[:2]
+        made = next(new) if kept is None else kept[:2]
         # a view that compiled code reads stays the same object
         views.append((made[0].t() if kept is None else made[1]) if is_view else None)
         payloads.append((made[0], nothing(weight, torch.uint8)) if is_view else made)
@@ -143,6 +146,19 @@ def cast_weights(
         operands = [*map(as_multiplied, operands)]
     pairs = zip(operands, views, strict=True)
     return [one if view is None else one._replace(by_columns=view) for one, view in pairs]
+
+
+def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Memory for payloads; that for matrices of one parameter lies side by side, in their order."""
+    keys = [(weight.untyped_storage().data_ptr(), weight.shape) for weight in weights]
+    memory = {}
+    for key, number in Counter(keys).items():
+        weight = weights[keys.index(key)]
+        is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
+        rows = weight.new_empty(number, *weight.shape, dtype=torch.uint8)
+        shape = (0,) if is_view else columns_shape(*weight.shape)
+        memory[key] = zip(rows, weight.new_empty(number, *shape, dtype=torch.uint8), strict=True)
+    return (next(memory[key]) for key in keys)
 
 
 def _cast_weights(
@@ -248,7 +264,7 @@ def _cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tens
     kernel = cast_kernel(gate.device, gate.dtype, slot.format, "swiglu", False) if gate.numel() else None
     if kernel is None:
         return plain.cast(gated(gate, up), slot, "none", layout)
-    result = _new_result(slot, len(gate), gate.shape[1], layout, False)
+    result = new_result(slot, len(gate), gate.shape[1], layout, False)
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result)
     if is_counting(slot):
         count(gated(gate, up), _used(result), slot)
@@ -269,7 +285,7 @@ def cast_gated_gradients(
         parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
         return [plain.cast_gradient(one, None, "none", slot, layout, bias) for one, slot, bias in parts]
     # the kernel sums both or neither
-    results = [_new_result(slot, len(gate), gate.shape[1], layout, any(biases)) for slot in slots]
+    results = [new_result(slot, len(gate), gate.shape[1], layout, any(biases)) for slot in slots]
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), results[0], dy, results[1])
     if any(map(is_counting, slots)):
@@ -356,7 +372,7 @@ def _launch(
         x, is_transposed = (x.contiguous(), False) if sums or activation != "none" else _by_rows(x)
         layout = _TRANSPOSED.get(layout, layout) if is_transposed else layout
     rows, columns = x.shape
-    result = _new_result(slot, rows, columns // 2 if is_gated and dy is None else columns, layout, sums)
+    result = new_result(slot, rows, columns // 2 if is_gated and dy is None else columns, layout, sums)
     casts.cast_transpose(kernel, x, result, dy, is_gated)
     if is_counting(slot):
         count(activate(x, activation) if dy is None else activation_gradient(x, dy, activation), _used(result), slot)
@@ -364,15 +380,18 @@ def _launch(
     return by_rows, by_columns, result.scale_inv, result.column_sums
 
 
-def _new_result(slot: Slot, rows: int, columns: int, layout: str, sums: bool) -> casts.Result:
+def new_result(
+    slot: Slot, rows: int, columns: int, layout: str, sums: bool, groups: Groups | None = None
+) -> casts.Result:
     """What a kernel reads of the state, and memory for what it writes about a tensor ``[rows, columns]``; empty
-    payloads where none is requested."""
+    payloads where none is requested. Of groups, each has a scale; 1 where it has no row."""
     amax, goes_with_weights, is_there = slot.open()
     scale, newest, index = slot[:3]
     device, current, after = scale.device, None, None
     if not is_there:
         newest = newest if goes_with_weights else torch.zeros_like(newest[:1])
-        current, after = torch.zeros((), dtype=torch.float32, device=device), _after_measuring(slot)
+        one_each = () if groups is None else index.shape
+        current, after = torch.zeros(one_each, dtype=torch.float32, device=device), _after_measuring(slot)
     # of torch's ways to allocate, the one that takes the least host time
     if layout == "columns":
         y = nothing(scale, torch.uint8)
@@ -387,8 +406,11 @@ def _new_result(slot: Slot, rows: int, columns: int, layout: str, sums: bool) ->
     if sums:
         shape = casts.column_sum_tiles(rows), columns
         partial = empty_strided(shape, (columns, 1), dtype=torch.float32, device=device)
-    scale_inv = empty_strided((), (), dtype=torch.float32, device=device)
-    return casts.Result(scale, newest, index, amax, scale_inv, y, y_t, partial, current, after)
+    if groups is None:
+        scale_inv, of_tile = empty_strided((), (), dtype=torch.float32, device=device), None
+    else:
+        scale_inv, of_tile = torch.ones(index.shape, dtype=torch.float32, device=device), groups.of_tile
+    return casts.Result(scale, newest, index, amax, scale_inv, y, y_t, partial, current, after, of_tile)
 
 
 def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:

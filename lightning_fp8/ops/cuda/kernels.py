@@ -111,8 +111,19 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         for one in gemm_variants.mx_configurations(capability)
         for output in gemm_variants.OUTPUTS
     ]
+    grouped = [
+        _grouped_variant(one, how, *pair, output, promote)
+        for how, pair, promote in (
+            ("rows", ("e4m3", "e4m3"), False),
+            ("rows", ("e5m2", "e4m3"), True),
+            ("depth", ("e5m2", "e4m3"), True),
+            ("depth", ("e4m3", "e5m2"), True),
+        )
+        if (one := gemm_variants.grouped_configuration(capability, promote)) is not None
+        for output in gemm_variants.OUTPUTS
+    ]
     default = [*of_casts, _weights_variant(False), _update_variant(), *_gemm_variants(capability, every)]
-    return [*default, *in_blocks] if every else default
+    return [*default, *in_blocks, *grouped] if every else default
 
 
 def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
@@ -179,6 +190,24 @@ def gemm_kernel(
     """The GEMM of this configuration, formats, output and accumulation, or None. For ``b_scale_rows`` see
     :func:`kernels_cuda.gemm_variants.variant`."""
     return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote, b_scale_rows), device)
+
+
+@functools.cache
+def grouped_kernel(
+    device: torch.device,
+    capability: tuple[int, int],
+    grouped: str,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    promote: bool,
+) -> tuple[Kernel, Configuration] | None:
+    """The GEMM over groups of rows, or of K with ``grouped`` "depth", and its configuration; or None."""
+    configuration = gemm_variants.grouped_configuration(capability, promote)
+    if configuration is None:
+        return None
+    kernel = _obtain(_grouped_variant(configuration, grouped, a_format, b_format, output, promote), device)
+    return None if kernel is None else (kernel, configuration)
 
 
 @functools.cache
@@ -265,6 +294,17 @@ def _gemm_variant(
     defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
     layout = configuration.blocks_layout if b_scale_rows and promote else configuration.layout
     return Variant(configuration.family, defines, layout, configuration.threads, test, configuration.shared_bytes)
+
+
+def _grouped_variant(
+    configuration: Configuration, grouped: str, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> Variant:
+    def test(device: torch.device, kernel: Kernel) -> str | None:
+        return self_test_gemm.grouped(device, configuration, grouped, a_format, b_format, output, kernel)
+
+    defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, grouped=grouped)
+    layout, threads = configuration.grouped_layout, configuration.threads
+    return Variant(configuration.family, defines, layout, threads, test, configuration.shared_bytes)
 
 
 def _sum_splits_variant(output: torch.dtype) -> Variant:

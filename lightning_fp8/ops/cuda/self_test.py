@@ -42,7 +42,12 @@ def cast_transpose(
             failure = _compare_cast(device, format, activation, x, dy if backward else None, values, index, kernel)
             if failure is not None:
                 return f"its self-test at {rows} x {columns} gave {failure}"
-    failure = _compare_rounding(device, input, format, kernel) if activation == "none" else None
+    if activation != "none":
+        return None
+    failure = _compare_groups(device, input, format, kernel)
+    if failure is not None:
+        return f"its self-test of groups of rows gave {failure}"
+    failure = _compare_rounding(device, input, format, kernel)
     return None if failure is None else f"its self-test of numbers that are hard to round gave {failure}"
 
 
@@ -114,6 +119,26 @@ def _compare_cast(
     return _compare(y.cpu(), y_t.cpu(), codes, format, exact) or _compare_state(
         scale_inv, used, amax[index], max_abs(values), exact
     )
+
+
+def _compare_groups(device: torch.device, input: torch.dtype, format: str, kernel: Kernel) -> str | None:
+    """One group of two tiles, with a history, one without a row, one without a history; a tile of no group."""
+    newest, scale, amax, _ = _state(device)
+    x = random_values(4 * casts.TILE_ROWS, _SHAPES[1][1], input)
+    y, y_t = payloads(x, device)
+    scale_inv, current = (torch.zeros(_TENSORS, device=device) for _ in range(2))
+    index = torch.tensor([0, 2, 1], device=device)
+    of_tile = torch.tensor([0, 0, 2, -1], dtype=torch.int32, device=device)
+    made = casts.Result(scale, newest, index, amax, scale_inv, y, y_t, current_amax=current, group_of_tile=of_tile)
+    casts.cast_transpose(kernel, x.to(device), made)
+    for group, row, part in ((0, 0, slice(2 * casts.TILE_ROWS)), (2, 1, slice(2 * casts.TILE_ROWS, -casts.TILE_ROWS))):
+        used = _expected_scale(scale, newest, row, amax[row].cpu(), format)
+        codes = reference.saturating_cast(x[part], used, FORMATS[format])
+        failure = _compare(y[part].cpu(), y_t[:, part].cpu(), codes, format, exact=True)
+        failure = failure or _compare_state(scale_inv[group], used, amax[row], max_abs(x[part]), exact=True)
+        if failure is not None:
+            return failure
+    return None if amax[2] == 0 else "an amax of a group without a row"
 
 
 def _compare(y: Tensor, y_t: Tensor, codes: Tensor, format: str, exact: bool) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,6 +43,49 @@ def gemm(
         failure = _difference(out.cpu(), expected + bias.to(output).float(), margin)
         if failure is not None:
             return f"its self-test at {m} x {n} x {k} gave {failure}"
+    return None
+
+
+def grouped(
+    device: torch.device,
+    configuration: Configuration,
+    grouped: str,
+    a_format: str,
+    b_format: str,
+    output: torch.dtype,
+    kernel: Kernel,
+) -> str | None:
+    """Groups of one and of several tiles and one without a row, partial tiles of columns, a tile of no group."""
+    edges = torch.tensor([0, 128, 128, 512, 640], dtype=torch.int32)
+    of_tile = torch.tensor([0, 2, 2, 2, 3, -1], dtype=torch.int32)
+    count, rows, n, k = 4, 768, 208, 320
+    scales = [torch.tensor([1.0, 3.0, 0.5, 2.0]) * one for one in (_A_SCALE_INV, _B_SCALE_INV)]
+    by_depth = grouped == "depth"
+    shapes = ((n - n % 64, rows), (k - 16, rows)) if by_depth else ((rows, k), (count * n, k))
+    payloads = [_operand(*shape, fmt, seed) for seed, (shape, fmt) in enumerate(zip(shapes, (a_format, b_format)))]
+    a, b = (
+        payload.view(FORMATS[fmt].dtype).float() for payload, fmt in zip(payloads, (a_format, b_format), strict=True)
+    )
+    if not by_depth:
+        b, payloads[1] = b.view(count, n, k), payloads[1].view(count, n, k)
+    left, right = ((payload.to(device), scale.to(device)) for payload, scale in zip(payloads, scales, strict=True))
+    bias = torch.randn(count, n, generator=torch.Generator().manual_seed(3))
+    shape = (count, len(a), len(b)) if by_depth else (rows, n)
+    out = torch.full(shape, float("nan"), dtype=output, device=device)
+    if by_depth:
+        kernels.gemm_by_depth(kernel, configuration, left, right, edges.to(device), out)
+    else:
+        kernels.gemm_by_rows(kernel, configuration, left, right, of_tile.to(device), out, bias.to(device))
+    found = out.cpu()
+    for group, (begin, end) in enumerate(pairwise(edges.tolist())):
+        part, scale = slice(begin, end), scales[0][group] * scales[1][group]
+        of_a, of_b = (a[:, part], b[:, part]) if by_depth else (a[part], b[group])
+        expected, margin = of_a @ of_b.t() * scale, of_a.abs() @ of_b.abs().t() * scale * _ACCUMULATION
+        if not by_depth:
+            expected += bias[group].to(output).float()
+        failure = _difference(found[group] if by_depth else found[part], expected, margin)
+        if failure is not None:
+            return f"its self-test gave {failure} in group {group}"
     return None
 
 

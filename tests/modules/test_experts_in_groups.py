@@ -1,0 +1,257 @@
+"""Experts in one launch a product, as on a GPU: Hopper's kernels on the CPU, and their reference."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import experts as made
+import pytest
+import torch
+from experts import EXPERTS, FORMS, experts, routing
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8.modules import experts as modules
+from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.scaling.recipe import Recipe
+
+SIZE, TOKENS = 64, 40
+
+
+@pytest.fixture(autouse=True)
+def _whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that products of groups take."""
+    for name, size in (("WIDTH", SIZE), ("HIDDEN", SIZE), ("TOKENS", TOKENS)):
+        monkeypatch.setattr(made, name, size)
+
+
+def step(model: Any, x: Tensor, index: Tensor, weights: Tensor, in_bf16: bool = False) -> list[Tensor]:
+    """Output, gradients and recorded amaxes."""
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+        y = model(x, index, weights)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    gradients = [x.grad, weights.grad, *(parameter.grad for parameter in model.parameters())]
+    return [y.detach(), *gradients, scaling_state(model).amax.clone()]  # type: ignore[list-item]
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(modules, "has_kernels", lambda *_: False)
+        return step(model, *given)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(margin=1)], ids=lambda recipe: recipe.precision)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_is_each_expert_by_itself(form: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, but for gradients of weights that lie in memory in another order."""
+    monkeypatch.setattr(modules, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(modules, "on_gpu", lambda x: True)
+    both = [convert(experts(form), recipe) for _ in range(2)]
+    both[1].load_state_dict(both[0].state_dict())
+    # in the second step, expert 1 has no token
+    for number, without in enumerate([(), (1,), ()]):
+        given = torch.randn(TOKENS, SIZE) * 2.0**number, *routing(*without, seed=number), bool(number % 2)
+        found, expected = step(both[0], *given), one_by_one(both[1], monkeypatch, *given)
+        exact = (0, 1, 2, -1)
+        assert all(torch.equal(found[at], expected[at]) for at in exact)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * other.abs().max().item())
+        states = [scaling_state(model) for model in both]
+        for state in states:
+            state.update()
+        assert torch.equal(states[0].amax_history, states[1].amax_history)
+        assert torch.equal(states[0].scale, states[1].scale)
+
+
+@pytest.mark.parametrize(
+    ("form", "recipe", "in_bf16"),
+    [
+        ("gate", DelayedScaling(), True),
+        ("no gate", CurrentScaling(), False),
+        ("transposed, biases, interleaved gate", DelayedScaling(), False),
+    ],
+)
+def test_kernels_against_experts_one_by_one(
+    form: str, recipe: Recipe, in_bf16: bool, grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = convert(experts(form), recipe)
+    other = copy.deepcopy(model)
+    # the last expert has its first token, and so no history, when all others have one: scale 1 would clip it
+    for number, without in enumerate([(EXPERTS - 1,), (), (2,)]):
+        given = (
+            torch.randn(TOKENS, SIZE) * (1000 if in_bf16 else 1) * 2.0**number,
+            *routing(*without, seed=number),
+            in_bf16,
+        )
+        grouped_half.clear()
+        found = step(model, *given)
+        assert any("GROUPED" in name for name in grouped_half)
+        for one, its in zip(found, one_by_one(other, monkeypatch, *given), strict=True):
+            # a sum that is rounded the other way, in FP8 or bf16, here and there
+            assert relative(one, its) < 5e-2
+        for each in (model, other):
+            scaling_state(each).update()
+
+
+def test_a_weight_that_changes_within_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The histories do not belong to it, so an evaluation uses current scales, as one by one."""
+    monkeypatch.setattr(modules, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(modules, "on_gpu", lambda x: True)
+    model = convert(experts())
+    given = torch.randn(TOKENS, SIZE), *routing()
+    step(model, *given)
+    scaling_state(model).update()
+    outputs = []
+    for in_groups in (True, False):
+        one = copy.deepcopy(model).eval()
+        gate = one._apply_gate
+
+        def changing(h: Tensor, one: Any = one, gate: Any = gate) -> Tensor:
+            one.down_proj.fill_(0.5)
+            # the history's scale would clip it
+            return gate(h) * 1000  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(one, "_apply_gate", changing)
+        monkeypatch.setattr(modules, "has_kernels", lambda *_, answer=in_groups: answer)
+        with torch.no_grad():
+            outputs.append(one(*given))
+    # one by one, the inputs of all experts but the first are cast after the change
+    assert relative(*outputs) < 0.1
+
+
+def test_launches_do_not_depend_on_the_number_of_experts(
+    grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for number in (2, 8):
+        monkeypatch.setattr(made, "EXPERTS", number)
+        model = convert(experts(), DelayedScaling())
+        for seed in range(2):
+            scaling_state(model).update()
+            grouped_half.clear()
+            step(model, torch.randn(TOKENS, SIZE), *routing(seed=seed))
+        # gradients are added up in fp32
+        assert all(("PROMOTE=1" in name) == ("e5m2" in name) for name in grouped_half if "gemm" in name)
+        counts.append(Counter(name.split()[0] for name in grouped_half.elements()))
+    # a layer of two products: input and gradient of each are cast once, and each has three GEMMs. All weights of a
+    # model are measured and cast in two launches. Without a history, the first step measured what it cast
+    assert counts[0] == counts[1] == {"cast_weights": 2, "cast_transpose": 4, "gemm_sm90": 6}
+
+
+def test_evaluation_is_the_same_and_casts_all_experts_together(grouped_half: Counter[str]) -> None:
+    model = convert(experts(), DelayedScaling())
+    given = torch.randn(TOKENS, SIZE), *routing()
+    expected = step(model, *given)[0]
+    scaling_state(model).update()
+    expected = step(model, *given)[0]
+    grouped_half.clear()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(*given), expected)
+    assert Counter(name.split()[0] for name in grouped_half.elements()) == {
+        "cast_weights": 4, "cast_transpose": 2, "gemm_sm90": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["gate", "transposed, biases, interleaved gate"])
+def test_compiled_as_one_graph(form: str, grouped_half: Counter[str]) -> None:
+    eager = convert(experts(form), DelayedScaling())
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        given = torch.randn(TOKENS, SIZE), *routing(seed=seed)
+        expected = step(eager, *given)
+        x, weights = given[0].clone().requires_grad_(), given[2].clone().requires_grad_()
+        y = compiled(x, given[1], weights)
+        model.zero_grad()
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        gradients = [x.grad, weights.grad, *(parameter.grad for parameter in model.parameters())]
+        for one, other in zip([y, *gradients, scaling_state(model).amax], expected, strict=True):
+            assert torch.equal(one, other)
+        for each in (eager, model):
+            scaling_state(each).update()
+
+
+def test_frozen_experts_pass_gradients_on(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(experts().requires_grad_(False))
+    x, (index, weights) = torch.randn(TOKENS, SIZE), routing()
+    found = []
+    for has_kernels in (None, lambda *_: False):
+        if has_kernels is not None:
+            monkeypatch.setattr(modules, "has_kernels", has_kernels)
+        grouped_half.clear()
+        x = x.detach().requires_grad_()
+        model(x, index, weights).square().sum().backward()
+        found.append(x.grad)
+        assert any("GROUPED=1" in name for name in grouped_half) == (has_kernels is None)
+        assert not any("GROUPED=2" in name for name in grouped_half)
+    assert relative(*found) < 5e-2
+
+
+def test_fully_sharded(grouped_half: Counter[str], one_process: None) -> None:
+    """The whole weights of a forward are cast in it, all together, and their gradients are sharded."""
+    plain = convert(experts())
+    sharded = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (1,)))
+    for seed in range(2):
+        given = torch.randn(TOKENS, SIZE), *routing(seed=seed)
+        expected = step(plain, *given)
+        grouped_half.clear()
+        found = [one.full_tensor() if isinstance(one, DTensor) else one for one in step(sharded, *given)]
+        assert any("GROUPED=2" in name for name in grouped_half)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        for model in (plain, sharded):
+            scaling_state(model).update()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_no_bit(reentrant: bool, grouped_half: Counter[str]) -> None:
+    model = convert(experts(), DelayedScaling())
+    other = copy.deepcopy(model)
+    given = torch.randn(TOKENS, SIZE), *routing()
+    expected = step(other, *given)
+    x, weights = given[0].clone().requires_grad_(), given[2].clone().requires_grad_()
+    y = checkpoint(model, x, given[1], weights, use_reentrant=reentrant)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    gradients = [x.grad, weights.grad, *(parameter.grad for parameter in model.parameters())]
+    for one, its in zip([y, *gradients, scaling_state(model).amax], expected, strict=True):
+        assert torch.equal(one, its)
+
+
+def test_an_index_of_no_expert_stops_the_program(grouped_half: Counter[str]) -> None:
+    index, weights = routing()
+    index[3, 0] = EXPERTS
+    with pytest.raises(RuntimeError, match="names an expert that does not exist: there are 4"):
+        convert(experts())(torch.randn(TOKENS, SIZE), index, weights)
+
+
+def test_what_runs_one_by_one(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes in blocks, products in bf16, layers that fell back, counted losses, no tokens, sizes that are odd."""
+    x, (index, weights) = torch.randn(TOKENS, SIZE), routing()
+
+    def in_groups(model: Fp8Experts, rows: int = TOKENS) -> bool:
+        grouped_half.clear()
+        step(model, x[:rows, : model.fp8["gate_up_proj.0"].weight.shape[-1]], index[:rows], weights[:rows])  # type: ignore[union-attr]
+        return any("GROUPED" in name for name in grouped_half)
+
+    assert in_groups(convert(experts()))
+    assert not in_groups(convert(experts()), 0)
+    assert not in_groups(convert(experts(), BlockScaling()))
+    assert not in_groups(convert(experts(), DelayedScaling(wgrad="bf16")))
+    model = convert(experts())
+    scaling_state(model).model.counts.start("test")
+    assert not in_groups(model)
+    for size in (SIZE - 8, SIZE - 16):
+        # no multiple of 16; no multiple of 64, of which Hopper stores rows
+        monkeypatch.setattr(made, "WIDTH", size)
+        assert not in_groups(convert(experts()))
