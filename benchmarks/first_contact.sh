@@ -63,7 +63,7 @@ step() {
     timeout -k "$grace" "$limit" "$@" </dev/null >"$pipe" 2>&1 &
     process=$!
     # a process may be stuck in the driver, where no signal ends it
-    ended_within "$(calculated "$limit + 2 * $grace")" "$process"
+    ended_within "$(calculated "$limit + $grace + 5")" "$process"
     status=$?
     kill -0 "$process" 2>/dev/null && status=stuck
     # processes that a step leaves behind may hold its output open
