@@ -21,6 +21,7 @@ from lightning_fp8.modules.functional import (
     output_dtype,
 )
 from lightning_fp8.ops.cuda.groups import has_kernels
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.groups import cast_groups_operand, groups_of, linear_groups
 from lightning_fp8.ops.library import is_exporting, on_gpu
 from lightning_fp8.ops.operand import Groups
@@ -125,14 +126,23 @@ class Fp8Experts(Fp8Module):
         check_input(self, f"input of {name}", x, stack.detach()[0])
         gemms = [self.fp8[f"{name}.{expert}"] for expert in range(len(stack))]
         operand, slots = cast_stack(gemms, stack, record), gemms[0].stack_slots
-        bias = cast(Tensor, getattr(self, f"{name}_bias")) if self.has_bias else None
-        if bias is not None:
-            check_whole(gemms[0], bias, "bias")
+        dtype, dy = output_dtype(x), slots["grad_output", record]
+        bias = self._stacked_bias(name, operand.by_rows.shape[1], dtype) if self.has_bias else None
         keep = stack.requires_grad and torch.is_grad_enabled()
         x_fp8 = cast_groups_operand(x.detach(), slots["input", record], groups, keep)
-        dtype, dy = output_dtype(x), slots["grad_output", record]
         y: Tensor = linear_groups(x, stack, bias, x_fp8, operand, groups, dy, dtype, self.weight_is_k_by_n)
         return y
+
+    def _stacked_bias(self, name: str, outputs: int, dtype: torch.dtype) -> Tensor:
+        bias, gemm = cast(Tensor, getattr(self, f"{name}_bias")), self.fp8[f"{name}.0"]
+        check_whole(gemm, bias, "bias")
+        shape = len(getattr(self, name)), outputs
+        if bias.shape != shape:
+            raise ValueError(
+                f"The biases of {gemm.weight_name!r} must have the shape {shape}, one element for each output of each"
+                f" expert, got {tuple(bias.shape)}."
+            )
+        return bias if bias.dtype in CASTABLE_DTYPES else bias.to(dtype)
 
     # the shapes of the products depend on the routing: a compiler would make a graph for each
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
@@ -129,7 +129,8 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
 def cast_stack(gemms: Sequence[Gemm], stack: Tensor, record: bool) -> Fp8Operand:
     """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``."""
     kept = gemms[0].weight_cast
-    if kept.is_kept and (record or kept.assumptions > 0) and can_keep_copies(stack):
+    may_keep = kept.is_kept and isinstance(stack, nn.Parameter) and (record or kept.assumptions > 0)
+    if may_keep and can_keep_copies(stack):
         parts = zip(gemms, stack.detach().unbind(), strict=True)
         made = [cast(Fp8Operand, cast_weight(gemm, stack, record, part).operand) for gemm, part in parts]
     else:

@@ -235,6 +235,19 @@ def test_an_index_of_no_expert_stops_the_program(grouped_half: Counter[str]) -> 
         convert(experts())(torch.randn(TOKENS, SIZE), index, weights)
 
 
+def test_biases(grouped_half: Counter[str]) -> None:
+    """Of another shape, which a kernel would read past its end, or of a dtype that no kernel reads."""
+    model = convert(experts("transposed, biases, interleaved gate"))
+    given = torch.randn(TOKENS, SIZE), *routing()
+    expected = step(model, *given)
+    model.gate_up_proj_bias = torch.nn.Parameter(model.gate_up_proj_bias.double())
+    for one, other in zip(step(model, *given), expected, strict=True):
+        torch.testing.assert_close(one.to(other.dtype), other)
+    model.gate_up_proj_bias = torch.nn.Parameter(model.gate_up_proj_bias[:, 1:].detach().clone())
+    with pytest.raises(ValueError, match=r"biases of 'gate_up_proj' must have the shape \(4, 128\).* got \(4, 127\)"):
+        model(*given)
+
+
 def test_what_runs_one_by_one(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes in blocks, products in bf16, layers that fell back, counted losses, no tokens, sizes that are odd."""
     x, (index, weights) = torch.randn(TOKENS, SIZE), routing()
