@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from logged_runs import tensor_metrics, tensor_names, write_metrics
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, TimeoutError, sync_playwright
 
 from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger
 from lightning_fp8.examples import ByteGPT, StdlibText
@@ -326,8 +327,13 @@ def test_the_overview_has_the_worst_and_leads_to_a_page(opened: Opened, large: t
     page.wait_for_selector("#overview .hoverlayer .hovertext")
     name = page.locator("#overview .hoverlayer .hovertext").text_content() or ""
     assert re.search(r"blocks\.\d+\.(attention|mlp)\.\w+\.\w+step \d+: ", name)
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_function("() => document.getElementById('rows').textContent.startsWith('2,')")
+    chosen = "() => document.getElementById('rows').textContent.startsWith('2,')"
+    for timeout in (10_000, 10_000, 120_000):
+        # Plotly takes no click while it redraws
+        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        with suppress(*[TimeoutError] * (timeout < 120_000)):
+            page.wait_for_function(chosen, timeout=timeout)
+            break
     assert opened.labels()[0] in NAMES[2400:2600:50]
 
 
