@@ -21,14 +21,14 @@ from lightning_fp8.ops.groups import groups_of
 from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Groups, Slot
 from lightning_fp8.scaling.state import ScalingState
 
-MOST = 8
+MOST = 6
 K, N = 64, 192
 
 
 def routing(number: int) -> tuple[Tensor, int]:
     """The group of each row, sorted: any number of rows and groups, among them groups without rows or with all."""
     generator = torch.Generator().manual_seed(number)
-    count, rows = (int(torch.randint(1, most, (), generator=generator)) for most in (MOST + 1, 300))
+    count, rows = (int(torch.randint(1, most, (), generator=generator)) for most in (MOST + 1, 200))
     chances = torch.rand(count, generator=generator) ** (4 * (number % 3)) + 1e-6
     if number % 5 == 0:
         chances[1:] = 0

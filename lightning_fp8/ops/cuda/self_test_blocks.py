@@ -57,8 +57,11 @@ def cast(
     The last bits of an activation are the kernel's own, so its results are taken for the values that are cast.
     """
     cases = _cases(input)
-    # the one without inf and NaN has an amax to compare
-    for x in cases if activation == "none" else [cases[0], random_values(*_SHAPES[1], input)]:
+    if activation != "none":
+        # the values of each element are asked for in a tile of its own, so these are small; the one without inf and
+        # NaN has an amax to compare
+        cases = [cases[0][64:192, :160].contiguous(), random_values(133, 139, input)]
+    for x in cases:
         rows, columns = x.shape
         up = random_values(columns, rows, input).t().contiguous() if activation == "swiglu" else None
         dy = random_values(rows + 1, columns, input)[1:] if backward else None
