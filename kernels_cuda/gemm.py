@@ -70,41 +70,14 @@ def gemm(
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
         split: divides K among blocks, whose sums are then added, always in the same order.
     """
-    (a_codes, a_scale_inv), (b_codes, b_scale_inv) = a, b
-    (m, k), n = a_codes.shape, b_codes.shape[0]
-    block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
-    # the kernel writes the output, or the parts of it
-    stored, stride, addend, splits = out, out.stride(0), bias, 1
-    if split is not None:
-        stored, stride, addend, splits = split.parts, split.parts.stride(1), None, split.count
-    problem = (
-        a_scale_inv.data_ptr(),
-        b_scale_inv.data_ptr(),
-        address(addend),
-        stored.data_ptr(),
-        stride,
-        m,
-        n,
-        k,
-        0 if addend is None else _BIAS[addend.dtype],
-        splits,
-        # strides of block scales; a single scale has none, and those in E8M0 have an order of their own
-        *(stride for scales in (a_scale_inv, b_scale_inv) if scales.dim() == 2 for stride in scales.stride()),
-    )
-    clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
-    if configuration.family == "gemm_sm89":
-        kernel(clusters, a_codes.data_ptr(), b_codes.data_ptr(), a_codes.stride(0), b_codes.stride(0), *problem)
+    m, n = a[0].shape[0], b[0].shape[0]
+    # strides of block scales; a single scale has none, and those in E8M0 have an order of their own
+    strides = [stride for _, scales in (a, b) if scales.dim() == 2 for stride in scales.stride()]
+    if split is None:
+        _launch(kernel, configuration, a, b, out, (m, n), bias, 1, *strides)
     else:
-        a_map = tensor_map(kernel.device, a_codes.data_ptr(), torch.uint8, m, k, a_codes.stride(0), block_m, 128)
-        b_box = block_n // cluster
-        b_map = tensor_map(kernel.device, b_codes.data_ptr(), torch.uint8, n, k, b_codes.stride(0), b_box, 128)
-        rows, of_out = m if split is None else stored.shape[0] * stored.shape[1], (stored.data_ptr(), stored.dtype)
-        # boxes of 64 rows of 128 bytes
-        size = stored.itemsize
-        out_map = tensor_map(kernel.device, *of_out, rows, n, stride * size, 64, 128 // size)
-        grid = min(clusters, kernel.multiprocessors // cluster) * cluster
-        kernel(grid, a_map, b_map, out_map, *problem)
-    if split is not None:
+        parts = split.parts.view(-1, split.parts.shape[-1])
+        _launch(kernel, configuration, a, b, parts, (m, n), None, split.count, *strides)
         sum_split_parts(split, out, bias)
 
 
@@ -128,7 +101,8 @@ def gemm_by_rows(
         out: ``[P, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
         bias: ``[E, N] float32, bfloat16 or float16``, contiguous, rounded to the dtype of ``out`` before it is added.
     """
-    _in_groups(kernel, configuration, a, (b[0].flatten(0, 1), b[1]), out, 1, bias, group_of_tile)
+    matrix, shape = (b[0].view(-1, b[0].shape[-1]), b[1]), (len(a[0]), b[0].shape[1])
+    _launch(kernel, configuration, a, matrix, out, shape, bias, 1, group_of_tile.data_ptr())
 
 
 def gemm_by_depth(
@@ -145,23 +119,25 @@ def gemm_by_depth(
         out: ``[E, M, N]`` of the variant's output dtype, contiguous, its rows at multiples of 16 bytes; written, with
             zeros where a group's part is empty.
     """
-    _in_groups(kernel, configuration, a, b, out.flatten(0, 1), len(out), None, edges)
+    shape = len(a[0]), len(b[0])
+    _launch(kernel, configuration, a, b, out.view(-1, shape[1]), shape, None, len(out), edges.data_ptr())
 
 
-def _in_groups(
+def _launch(
     kernel: Kernel,
     configuration: Configuration,
     a: Operand,
     b: Operand,
     out: Tensor,
-    splits: int,
+    shape: tuple[int, int],
     bias: Tensor | None,
-    groups: Tensor,
+    splits: int,
+    *rest: int,
 ) -> None:
-    """With all groups' rows of b and out in one matrix."""
+    """Of each of the ``splits``, ``shape``, M and N. All that is written is one matrix, and so is all of b."""
     (a_codes, a_scale_inv), (b_codes, b_scale_inv) = a, b
-    (m, k), (rows, n), size = a_codes.shape, out.shape, out.itemsize
-    tiles = splits * -(-m // configuration.block_m) * -(-n // configuration.block_n)
+    (m, n), k, size = shape, a_codes.shape[1], out.itemsize
+    block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
     problem = (
         a_scale_inv.data_ptr(),
         b_scale_inv.data_ptr(),
@@ -173,17 +149,19 @@ def _in_groups(
         k,
         0 if bias is None else _BIAS[bias.dtype],
         splits,
-        groups.data_ptr(),
+        *rest,
     )
+    clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
     if configuration.family == "gemm_sm89":
-        kernel(tiles, a_codes.data_ptr(), b_codes.data_ptr(), a_codes.stride(0), b_codes.stride(0), *problem)
+        kernel(clusters, a_codes.data_ptr(), b_codes.data_ptr(), a_codes.stride(0), b_codes.stride(0), *problem)
         return
     a_map, b_map = (
         tensor_map(kernel.device, codes.data_ptr(), torch.uint8, len(codes), k, codes.stride(0), box, 128)
-        for codes, box in ((a_codes, configuration.block_m), (b_codes, configuration.block_n))
+        for codes, box in ((a_codes, block_m), (b_codes, block_n // cluster))
     )
-    out_map = tensor_map(kernel.device, out.data_ptr(), out.dtype, rows, n, out.stride(0) * size, 64, 128 // size)
-    kernel(min(tiles, kernel.multiprocessors), a_map, b_map, out_map, *problem)
+    # boxes of 64 rows of 128 bytes
+    out_map = tensor_map(kernel.device, out.data_ptr(), out.dtype, len(out), n, out.stride(0) * size, 64, 128 // size)
+    kernel(min(clusters, kernel.multiprocessors // cluster) * cluster, a_map, b_map, out_map, *problem)
 
 
 def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None) -> None:

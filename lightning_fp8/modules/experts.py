@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import cast
 
@@ -111,35 +111,35 @@ class Fp8Experts(Fp8Module):
         is_partial = not precision.in_fp8 or precision.in_bf16 or first.model.counts.values is not None
         if is_partial or slots["input", True].current.blocks or any(one.precision != precision for one in others):
             return False
-        dtype, formats = x.dtype, (slots["input", True].format, slots["grad_output", True].format)
-        for name in stack_names(self):
+        output, formats = output_dtype(x), (slots["input", True].format, slots["grad_output", True].format)
+        for name, dtype in zip(stack_names(self), (x.dtype, output), strict=True):
             stack = cast(Tensor, getattr(self, name))
-            check_whole(self.fp8[f"{name}.0"], stack)
-            dtypes = dtype, output_dtype(x), stack.dtype
+            dtypes = dtype, output, stack.dtype
             if isinstance(stack, Fp8Parameter) or not has_kernels(x.device, dtypes, formats, stack.shape[1:]):
                 return False
-            dtype = output_dtype(x)
         return True
 
     def _product_of_groups(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         stack, record = cast(Tensor, getattr(self, name)), self.records
-        check_input(self, f"input of {name}", x, stack.detach()[0])
         gemms = [self.fp8[f"{name}.{expert}"] for expert in range(len(stack))]
+        check_whole(gemms[0], stack)
+        check_input(self, f"input of {name}", x, stack.detach()[0])
         operand, slots = cast_stack(gemms, stack, record), gemms[0].stack_slots
         dtype, dy = output_dtype(x), slots["grad_output", record]
-        bias = self._stacked_bias(name, operand.by_rows.shape[1], dtype) if self.has_bias else None
+        bias = self._bias_for_groups(name, operand.by_rows.shape[:2], dtype)
         keep = stack.requires_grad and torch.is_grad_enabled()
         x_fp8 = cast_groups_operand(x.detach(), slots["input", record], groups, keep)
         y: Tensor = linear_groups(x, stack, bias, x_fp8, operand, groups, dy, dtype, self.weight_is_k_by_n)
         return y
 
-    def _stacked_bias(self, name: str, outputs: int, dtype: torch.dtype) -> Tensor:
-        bias, gemm = cast(Tensor, getattr(self, f"{name}_bias")), self.fp8[f"{name}.0"]
-        check_whole(gemm, bias, "bias")
-        shape = len(getattr(self, name)), outputs
+    def _bias_for_groups(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        bias = self._bias(name)
+        if bias is None:
+            return None
         if bias.shape != shape:
+            stack = self.fp8[f"{name}.0"].weight_name
             raise ValueError(
-                f"The biases of {gemm.weight_name!r} must have the shape {shape}, one element for each output of each"
+                f"The biases of {stack!r} must have the shape {tuple(shape)}, one element for each output of each"
                 f" expert, got {tuple(bias.shape)}."
             )
         return bias if bias.dtype in CASTABLE_DTYPES else bias.to(dtype)
@@ -152,7 +152,8 @@ class Fp8Experts(Fp8Module):
             check_whole(self.fp8[f"{name}.0"], stack)
         # one gradient for all experts, not one of the whole parameter for each; those in FP8 only have none
         weights = {name: stack if is_frozen(stack) else stack.unbind() for name, stack in stacks.items()}
-        biases = {name: self._biases(name, len(stack)) for name, stack in stacks.items()}
+        whole = {name: self._bias(name) for name in stacks}
+        biases = {name: [None] * len(stacks[name]) if one is None else one.unbind() for name, one in whole.items()}
         first, down = weights
 
         def product(name: str, expert: int, x: Tensor) -> Tensor:
@@ -181,12 +182,13 @@ class Fp8Experts(Fp8Module):
             )
         return [end - begin for begin, end in pairwise(edges)]
 
-    def _biases(self, name: str, experts: int) -> Sequence[Tensor | None]:
+    def _bias(self, name: str) -> Tensor | None:
+        """The biases of all experts, ``[E, N]``."""
         if not self.has_bias:
-            return [None] * experts
+            return None
         bias = cast(Tensor, getattr(self, f"{name}_bias"))
         check_whole(self.fp8[f"{name}.0"], bias, "bias")
-        return bias.unbind()
+        return bias
 
     def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         gemm, record = self.fp8[f"{name}.{expert}"], self.records

@@ -155,7 +155,6 @@ def _linear(
         _save(ctx, None, x, weight, bias, x_fp8, w_fp8, groups, dy, out_dtype, k_by_n)
     a = Fp8Tensor(x_fp8.by_rows, x_fp8.scale_inv, x_fp8.format)
     b = Fp8Tensor(w_fp8.by_rows, w_fp8.scale_inv, w_fp8.format)
-    bias = None if bias is None else bias.detach()
     return _products(x).by_rows(a, b, bias, groups, out_dtype, True).index_select(0, groups.position)
 
 

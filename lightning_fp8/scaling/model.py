@@ -137,7 +137,7 @@ class Fp8Model:
         delayed = slice(state.delayed)
         # by address, which the host knows
         self._row_at = {index.data_ptr(): row for row, index in enumerate(state.indices[delayed])}
-        self._row_at |= {index.data_ptr(): row for (row, _), index in self._of_groups.items() if row < state.delayed}
+        self._row_at |= {index.data_ptr(): row for (row, _), index in self._of_groups.items()}
         with torch.inference_mode(False):
             answer = torch.zeros(state.delayed, dtype=torch.bool, pin_memory=state.device.type == "cuda")
         # the same memory
@@ -153,14 +153,13 @@ class Fp8Model:
     # The casts
 
     def index_of(self, row: int, count: int) -> Tensor:
-        """Consecutive rows of the state, ``[count] int64``, for the cast of a tensor whose groups are these tensors."""
+        """Consecutive rows of inputs or gradients, ``[count] int64``, for the cast of a tensor of these groups."""
         index = self._of_groups.get((row, count))
         if index is None:
             with torch.inference_mode(False):
                 index = torch.arange(row, row + count, device=self.state.device)
             self._of_groups[row, count] = index
-            if row < self.state.delayed:
-                self._row_at[index.data_ptr()] = row
+            self._row_at[index.data_ptr()] = row
         return index
 
     def scaling_of(

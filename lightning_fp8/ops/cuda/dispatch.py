@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -150,15 +149,20 @@ def cast_weights(
 
 def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Memory for payloads; that for matrices of one parameter lies side by side, in their order."""
-    keys = [(weight.untyped_storage().data_ptr(), weight.shape) for weight in weights]
-    memory = {}
-    for key, number in Counter(keys).items():
-        weight = weights[keys.index(key)]
+    stacks: dict[tuple[int, torch.Size], list[int]] = {}
+    for at, weight in enumerate(weights):
+        stacks.setdefault((weight.untyped_storage().data_ptr(), weight.shape), []).append(at)
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for places in stacks.values():
+        weight = weights[places[0]]
         is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
-        rows = weight.new_empty(number, *weight.shape, dtype=torch.uint8)
-        shape = (0,) if is_view else columns_shape(*weight.shape)
-        memory[key] = zip(rows, weight.new_empty(number, *shape, dtype=torch.uint8), strict=True)
-    return (next(memory[key]) for key in keys)
+        if len(places) == 1:
+            made[places[0]] = new_payloads(weight, weight.shape, "rows" if is_view else "both")
+            continue
+        shapes = weight.shape, (0,) if is_view else columns_shape(*weight.shape)
+        rows, columns = (weight.new_empty(len(places), *shape, dtype=torch.uint8) for shape in shapes)
+        made.update(zip(places, zip(rows, columns, strict=True), strict=True))
+    return (made[at] for at in range(len(weights)))
 
 
 def _cast_weights(

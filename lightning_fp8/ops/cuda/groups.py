@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kernels_cuda import casts
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.compile import KernelsUnavailable
 from kernels_cuda.gemm_variants import Configuration, grouped_configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda.dispatch import new_result
-from lightning_fp8.ops.cuda.kernels import cast_kernel, grouped_kernel
+from lightning_fp8.ops.cuda.kernels import cast_kernel, gemm_kernel
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Groups, Slot
 
 # rows of a group's wgrad that Hopper's copy engine stores at a time
@@ -74,23 +73,32 @@ def _kernels(
 ) -> bool:
     of_x, of_y, of_weight = dtypes
     fmt, of_dy = formats
-    try:
-        _kernel(device, "rows", fmt, fmt, of_y, False)
-        _kernel(device, "rows", of_dy, fmt, of_x, True)
-        _kernel(device, "depth", of_dy, fmt, of_weight, True)
-        _kernel(device, "depth", fmt, of_dy, of_weight, True)
-    except KernelsUnavailable:
-        return False
+    gemms = (
+        ("rows", fmt, fmt, of_y, False),
+        ("rows", of_dy, fmt, of_x, True),
+        ("depth", of_dy, fmt, of_weight, True),
+        ("depth", fmt, of_dy, of_weight, True),
+    )
     casting = (cast_kernel(device, dtype, one, "none", False) for dtype, one in ((of_x, fmt), (of_y, of_dy)))
-    return None not in casting
+    return None not in (*(_gemm(device, *one) for one in gemms), *casting)
 
 
-def _kernel(
+def _gemm(
+    device: torch.device, grouped: str, a_format: str, b_format: str, output: torch.dtype, promote: bool
+) -> tuple[Kernel, Configuration] | None:
+    configuration = grouped_configuration(capability(device), promote)
+    if configuration is None:
+        return None
+    kernel = gemm_kernel(device, configuration, a_format, b_format, output, promote, grouped=grouped)
+    return None if kernel is None else (kernel, configuration)
+
+
+def _required(
     device: torch.device, grouped: str, a_format: str, b_format: str, output: torch.dtype, promote: bool
 ) -> tuple[Kernel, Configuration]:
-    found = grouped_kernel(device, capability(device), grouped, a_format, b_format, output, promote)
+    found = _gemm(device, grouped, a_format, b_format, output, promote)
     if found is None:
-        raise KernelsUnavailable(f"There is no GEMM over groups of {grouped} on {device}.")
+        raise RuntimeError(f"There is no GEMM over groups by {grouped} with an output in {output} on {device}.")
     return found
 
 
@@ -118,7 +126,7 @@ def _by_rows(
     a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, groups: Groups, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:
     device = a.payload.device
-    kernel, configuration = _kernel(device, "rows", a.format, b.format, out_dtype, not fast)
+    kernel, configuration = _required(device, "rows", a.format, b.format, out_dtype, not fast)
     out = torch.empty(len(a.payload), b.payload.shape[1], dtype=out_dtype, device=device)
     bias = None if bias is None else bias.contiguous()
     operands = (a.payload, a.scale_inv), (b.payload, b.scale_inv)
@@ -128,7 +136,7 @@ def _by_rows(
 
 def _by_depth(a: Fp8Tensor, b: Fp8Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
     device = a.payload.device
-    kernel, configuration = _kernel(device, "depth", a.format, b.format, out_dtype, True)
+    kernel, configuration = _required(device, "depth", a.format, b.format, out_dtype, True)
     shape = len(a.scale_inv), len(a.payload), len(b.payload)
     out = torch.empty(shape, dtype=out_dtype, device=device)
     operands = (a.payload, a.scale_inv), (b.payload, b.scale_inv)

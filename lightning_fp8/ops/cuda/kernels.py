@@ -112,7 +112,7 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
         for output in gemm_variants.OUTPUTS
     ]
     grouped = [
-        _grouped_variant(one, how, *pair, output, promote)
+        _gemm_variant(one, *pair, output, promote, grouped=how)
         for how, pair, promote in (
             ("rows", ("e4m3", "e4m3"), False),
             ("rows", ("e5m2", "e4m3"), True),
@@ -186,28 +186,11 @@ def gemm_kernel(
     output: torch.dtype,
     promote: bool,
     b_scale_rows: int = 0,
+    grouped: str = "",
 ) -> Kernel | None:
-    """The GEMM of this configuration, formats, output and accumulation, or None. For ``b_scale_rows`` see
-    :func:`kernels_cuda.gemm_variants.variant`."""
-    return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote, b_scale_rows), device)
-
-
-@functools.cache
-def grouped_kernel(
-    device: torch.device,
-    capability: tuple[int, int],
-    grouped: str,
-    a_format: str,
-    b_format: str,
-    output: torch.dtype,
-    promote: bool,
-) -> tuple[Kernel, Configuration] | None:
-    """The GEMM over groups of rows, or of K with ``grouped`` "depth", and its configuration; or None."""
-    configuration = gemm_variants.grouped_configuration(capability, promote)
-    if configuration is None:
-        return None
-    kernel = _obtain(_grouped_variant(configuration, grouped, a_format, b_format, output, promote), device)
-    return None if kernel is None else (kernel, configuration)
+    """The GEMM of this configuration, formats, output and accumulation, or None. For ``b_scale_rows`` and ``grouped``
+    see :func:`kernels_cuda.gemm_variants.variant`."""
+    return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote, b_scale_rows, grouped), device)
 
 
 @functools.cache
@@ -286,25 +269,18 @@ def _gemm_variant(
     output: torch.dtype,
     promote: bool,
     b_scale_rows: int = 0,
+    grouped: str = "",
 ) -> Variant:
     def test(device: torch.device, kernel: Kernel) -> str | None:
+        if grouped:
+            return self_test_gemm.grouped(device, configuration, grouped, a_format, b_format, output, kernel)
         mx = bool(b_scale_rows) and not promote
         return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows, mx)
 
-    defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows)
+    defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows, grouped)
     layout = configuration.blocks_layout if b_scale_rows and promote else configuration.layout
+    layout = configuration.grouped_layout if grouped else layout
     return Variant(configuration.family, defines, layout, configuration.threads, test, configuration.shared_bytes)
-
-
-def _grouped_variant(
-    configuration: Configuration, grouped: str, a_format: str, b_format: str, output: torch.dtype, promote: bool
-) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_gemm.grouped(device, configuration, grouped, a_format, b_format, output, kernel)
-
-    defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, grouped=grouped)
-    layout, threads = configuration.grouped_layout, configuration.threads
-    return Variant(configuration.family, defines, layout, threads, test, configuration.shared_bytes)
 
 
 def _sum_splits_variant(output: torch.dtype) -> Variant:
