@@ -293,7 +293,7 @@ class Cast(NamedTuple):
             found = dict(zip((2, 3, 4, 10, 11, 13), words, strict=True))
             # the gradient of up has its own; the sums of one row are taken for the values
             of_up = zip((16, 17, 18, 20, 21, 23), words, strict=True) if self.gated else ()
-            changed = dict.fromkeys((4, 18), ("other column sums", "in payload", "other values")) if self.gated else {}
+            changed = {4: "other values"} if self.gated else {}
             return {**found, **dict(of_up), **changed}
         found = dict(zip((2, 3, 9, 10, 18), ("in scale", "in amax", *payloads, scales[0]), strict=True))
         # squares of 128 x 128 have no other scales by columns
