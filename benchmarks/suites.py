@@ -14,5 +14,6 @@ SUITES = {
     ),
     "linear": Suite(layer.linear_cases, "steps", BASELINE),
     "layer": Suite(layer.cases, "steps", BASELINE),
+    "experts": Suite(layer.experts_cases, "steps", BASELINE),
     "train": Suite(train.cases, "steps", BASELINE, alone=True),
 }

@@ -97,7 +97,7 @@ def test_what_rows_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, _ = measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, case("a"), device=GPU)
     assert {(row["host_us"], row["peak_memory_bytes"]) for row in rows} == {(3, None)}
-    assert [suite for suite in SUITES if SUITES[suite].timed == "steps"] == ["linear", "layer", "train"]
+    assert [suite for suite in SUITES if SUITES[suite].timed == "steps"] == ["linear", "layer", "experts", "train"]
 
 
 @pytest.mark.parametrize("ours", ["lightning_fp8 cublaslt", "auto"])

@@ -45,7 +45,8 @@ def first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 @pytest.mark.parametrize(
-    ("suite", "part", "tokens", "count"), [("linear", "", 64, 2), ("layer", "", 64, 2), ("train", "tiny", 256, 2)]
+    ("suite", "part", "tokens", "count"),
+    [("linear", "", 64, 2), ("layer", "", 64, 2), ("experts", "", 48, 1), ("train", "tiny", 256, 2)],
 )
 @pytest.mark.parametrize("first", [True], indirect=True)
 @pytest.mark.slow
@@ -75,7 +76,7 @@ def test_the_whole_suite_on_the_cpu(
     for case in cases:
         assert 0 < rows[case.name, "lightning_fp8"]["saved_bytes"] < rows[case.name, "32-true"]["saved_bytes"]
     # the compiled case creates each variant for the check and for the timing (of a layer two copies), but no reference
-    assert len(compiled) == {"linear": 0, "layer": 2 * 3, "train": 2 * 2}[suite]
+    assert len(compiled) == {"linear": 0, "layer": 2 * 3, "experts": 0, "train": 2 * 2}[suite]
 
 
 @pytest.mark.parametrize("first", [True, False], indirect=True)
@@ -376,3 +377,35 @@ def test_served_where_there_are_kernels(part: str, monkeypatch: pytest.MonkeyPat
     for what in needed:
         missing[:] = [what]
         assert not case.is_served(GPU)
+
+
+@pytest.mark.parametrize("first", [False], indirect=True)
+def test_products_of_experts_are_in_bf16_in_each_precision_but_ours(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    real = nn.functional.grouped_mm
+
+    def grouped_mm(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.extend((x.dtype, weight.dtype))
+        return real(x, weight, **options)
+
+    monkeypatch.setattr(nn.functional, "grouped_mm", grouped_mm)
+    (case,) = layer.experts_cases(CPU)
+    assert [one.name for one in case.variants(CPU)] == [
+        "lightning_fp8", "bf16-mixed", "bf16-true", "lightning_fp8 same weights",
+    ]  # fmt: skip
+    for one in case.variants(CPU):
+        assert one.check() is None
+        # the reference in fp32 multiplies twice in each of three steps
+        products, seen[:] = [*seen], []
+        assert products.count(torch.bfloat16) == (0 if "lightning_fp8" in one.name else 12)
+
+
+def test_experts_are_served_where_their_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(layer, "has_kernels", lambda *what: asked.append(what) or len(asked) > 1)
+    (case,) = layer.experts_cases(GPU)
+    assert [case.is_served(GPU), case.is_served(GPU)] == [False, True]
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert asked == [(GPU, (bf16, bf16, fp32), ("e4m3", "e5m2"), (2048, 1024))] * 2
