@@ -68,9 +68,9 @@ def gradients_in_part(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of ``linear_backward`` where one or both of the products are not in FP8."""
-    in_fp8 = [kept if kept.payload is not None and kept.payload.dtype == torch.uint8 else None for kept in (x, w)]
+    in_fp8 = [mat if mat.payload is not None and mat.payload.dtype == torch.uint8 else None for mat in (x, w)]
     if any(in_fp8):
-        of_x, of_w = (kept or other._replace(payload=None) for kept, other in zip(in_fp8, (x, w), strict=True))
+        of_x, of_w = (mat or other._replace(payload=None) for mat, other in zip(in_fp8, (x, w), strict=True))
         dx, dw, db = linear_backward(dy, None, "none", of_x, of_w, slot, dx_dtype, dw_dtype, bias)
     else:
         # dy is not cast then, and no amax is recorded

@@ -120,8 +120,8 @@ def cast_operand(
     """
     layout = "rows" if not keep else "both" if by_rows else "columns"
     if slot.current.blocks:
-        made = cast_blocks(x, slot, activation, layout)
-        return cuda.in_blocks(made, slot)
+        tensors = cast_blocks(x, slot, activation, layout)
+        return cuda.in_blocks(tensors, slot)
     is_on_gpu = x.is_cuda or library.cuda_on_cpu
     run = cast if watched else cast.cuda if is_on_gpu else cast.cpu
     if is_on_gpu and needs_transposed_payload(x.device, (x.shape[0], activated_width(x.shape[1], activation))):

@@ -35,8 +35,8 @@ from lightning_fp8.ops.reference import row_chunks
 def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_blocks``."""
     x = activate(x, activation)
-    *made, largest = _both(x, FORMATS[slot.format], slot.current, layout)
-    rows, columns, scale_inv, columns_scale_inv = made
+    *tensors, largest = _both(x, FORMATS[slot.format], slot.current, layout)
+    rows, columns, scale_inv, columns_scale_inv = tensors
     amax, _, _ = slot.open()
     if amax is not None:
         record_amax(amax, slot.index, largest)
@@ -61,10 +61,10 @@ def count_if_asked(
     """Count what this cast loses, if requested, in the payload by rows if both are made; note the scales of both."""
     if is_counting(slot):
         by_rows, by_columns = (scale_inv, x), (columns_scale_inv, x.t())
-        made = {"rows": [by_rows], "columns": [by_columns], "both": [by_rows, by_columns]}[layout]
-        inverse, counted = made[0]
+        pairs = {"rows": [by_rows], "columns": [by_columns], "both": [by_rows, by_columns]}[layout]
+        inverse, counted = pairs[0]
         count(counted, scale_to_count(inverse, counted), slot)
-        for inverse, counted in made:
+        for inverse, counted in pairs:
             note_exponents(per_block(inverse, counted), slot)
 
 
@@ -101,11 +101,11 @@ def cast_gradient(
     """
     dy = dy if h is None else activation_gradient(h, dy, activation)
     if slot.current.blocks:
-        made = cast(dy, slot, "none", layout)
+        tensors = cast(dy, slot, "none", layout)
     else:
         rows, columns, scale_inv = reference.cast(dy, slot, "none", layout)
-        made = rows, columns, scale_inv, scale_inv
-    return *made, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
+        tensors = rows, columns, scale_inv, scale_inv
+    return *tensors, dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
 
 
 linear_backward = gradients_by(cast_gradient, reference.scaled_mm)

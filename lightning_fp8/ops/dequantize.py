@@ -63,8 +63,8 @@ def keep_values(operand: Fp8Operand) -> None:
 
 def values_of(payload: Tensor, format: str) -> Tensor:
     """:func:`dequantize`, or what :func:`keep_values` has kept."""
-    kept: Tensor | None = getattr(payload, "kept_values", None)
-    return dequantize(payload, format) if kept is None else kept
+    values: Tensor | None = getattr(payload, "kept_values", None)
+    return dequantize(payload, format) if values is None else values
 
 
 def has_nan(payload: Tensor, format: str) -> bool:

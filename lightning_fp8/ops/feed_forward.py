@@ -116,8 +116,8 @@ def _fake(block: Block) -> tuple[Tensor, ...]:
     width = activated_width(n, block.activation)
     a_scale_inv = x.new_empty((), dtype=torch.float32)
     if block.a.current.blocks:
-        made = blocks.new_cast(x, (m, width), block.a.current, "both" if block.keep_a else "rows")
-        _, a_fp8_t, _, a_scale_inv, _ = cuda.in_blocks(made, block.a)
+        cast = blocks.new_cast(x, (m, width), block.a.current, "both" if block.keep_a else "rows")
+        _, a_fp8_t, _, a_scale_inv, _ = cuda.in_blocks(cast, block.a)
     elif needs_transposed_payload(x.device, (m, width)):
         a_fp8_t = x.new_empty(columns_shape(m, width) if block.keep_a else 0, dtype=torch.uint8)
     else:
@@ -159,8 +159,8 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
     if ctx.activation and hidden[0] is not None:
         types, biases = (dtype, torch.promote_types(*dtypes)), [needs[2], needs[4]]
         operands = (x, *inner, a, outer)
-        found = mlp_backward(in_rows(dy), *hidden, ctx.activation, *operands, *ctx.slots, *types, biases)
-        return _as_needed(ctx, found)
+        gradients = mlp_backward(in_rows(dy), *hidden, ctx.activation, *operands, *ctx.slots, *types, biases)
+        return _as_needed(ctx, gradients)
     da_dtype = dtype if hidden[0] is None else hidden[0].dtype
     rest = a, outer, dy_slot, da_dtype, dtypes[-1], needs[-1]
     da, dw, db = linear_backward(in_rows(dy), None, "none", *rest)
@@ -171,9 +171,9 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> list[Tensor | None]:
     return _as_needed(ctx, [*of_inner, dw, db])
 
 
-def _as_needed(ctx: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _as_needed(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients that are asked for, in the shapes and dtypes that autograd expects."""
-    dx, *of_layers = found
+    dx, *of_layers = gradients
     if dx is not None and ctx.needs[0]:
         dx = dx.view(ctx.shape)
     every = zip((dx, *of_layers), ctx.needs, ctx.dtypes, strict=True)
@@ -198,21 +198,21 @@ class _MlpBackward(NamedTuple):
 
 
 def _mlp_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _MlpBackward(*arguments)
-    h, dtype, (bias_1, bias_2) = given.h, given.dw_dtype, given.biases
-    second = given.a, given.w2, given.dy_slot, h.dtype, dtype, bias_2
-    da, *of_second = linear_backward.run(given.dy, None, "none", *second)
-    first = given.x, given.w1, given.dh_slot, given.dx_dtype, dtype, bias_1
-    return *linear_backward.run(da, h, given.activation, *first), *of_second
+    inputs = _MlpBackward(*arguments)
+    h, dtype, (bias_1, bias_2) = inputs.h, inputs.dw_dtype, inputs.biases
+    second = inputs.a, inputs.w2, inputs.dy_slot, h.dtype, dtype, bias_2
+    da, *of_second = linear_backward.run(inputs.dy, None, "none", *second)
+    first = inputs.x, inputs.w1, inputs.dh_slot, inputs.dx_dtype, dtype, bias_1
+    return *linear_backward.run(da, h, inputs.activation, *first), *of_second
 
 
 def _mlp_gradients_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _MlpBackward(*arguments)
-    dy, dtype, (m, n_1), n_2 = given.dy, given.dw_dtype, given.h.shape, given.dy.shape[1]
-    k_1, k_2 = (0 if kept.payload is None else kept.payload.shape[0] for kept in (given.x, given.a))
+    inputs = _MlpBackward(*arguments)
+    dy, dtype, (m, n_1), n_2 = inputs.dy, inputs.dw_dtype, inputs.h.shape, inputs.dy.shape[1]
+    k_1, k_2 = (0 if operand.payload is None else operand.payload.shape[0] for operand in (inputs.x, inputs.a))
     dw_1, dw_2 = dy.new_empty(n_1, k_1, dtype=dtype), dy.new_empty(n_2, k_2, dtype=dtype)
-    db_1, db_2 = (dy.new_empty(n if bias else 0, dtype=torch.float32) for n, bias in zip((n_1, n_2), given.biases))
-    return _dx_fake(dy, m, given.w1, given.dx_dtype), dw_1, db_1, dw_2, db_2
+    db_1, db_2 = (dy.new_empty(n if bias else 0, dtype=torch.float32) for n, bias in zip((n_1, n_2), inputs.biases))
+    return _dx_fake(dy, m, inputs.w1, inputs.dx_dtype), dw_1, db_1, dw_2, db_2
 
 
 def _dx_fake(dy: Tensor, m: int, w: Columns, dtype: torch.dtype) -> Tensor:
@@ -236,19 +236,19 @@ class _GatedBackward(NamedTuple):
 
 
 def _gated_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _GatedBackward(*arguments)
-    x, weights, slots = given.x, (given.w_gate, given.w_up), (given.d_gate, given.d_up)
-    types = given.dx_dtype, given.dw_dtype
-    hidden = given.gate, given.up, given.da
+    inputs = _GatedBackward(*arguments)
+    x, weights, slots = inputs.x, (inputs.w_gate, inputs.w_up), (inputs.d_gate, inputs.d_up)
+    types = inputs.dx_dtype, inputs.dw_dtype
+    hidden = inputs.gate, inputs.up, inputs.da
     of_layers = []
-    if on_gpu(given.da):
-        casts = cuda.cast_gated_gradients(*hidden, slots, gradient_layout(x, given.w_gate), given.biases)
-        for made, slot, w, bias in zip(casts, slots, weights, given.biases, strict=True):
+    if on_gpu(inputs.da):
+        casts = cuda.cast_gated_gradients(*hidden, slots, gradient_layout(x, inputs.w_gate), inputs.biases)
+        for cast, slot, w, bias in zip(casts, slots, weights, inputs.biases, strict=True):
             # in place of the gradient, a tensor of its shape
-            rest = given.gate, None, "none", x, w, slot, *types, bias
-            of_layers.append(gradients_by(_returning(*made), scaled_mm.run)(*rest))
+            rest = inputs.gate, None, "none", x, w, slot, *types, bias
+            of_layers.append(gradients_by(_returning(*cast), scaled_mm.run)(*rest))
     else:
-        for gradient, slot, w, bias in zip(gated_gradients(*hidden), slots, weights, given.biases, strict=True):
+        for gradient, slot, w, bias in zip(gated_gradients(*hidden), slots, weights, inputs.biases, strict=True):
             of_layers.append(linear_backward.run(gradient, None, "none", x, w, slot, *types, bias))
     (dx, dw_gate, db_gate), (dx_of_up, dw_up, db_up) = of_layers
     # added as autograd adds the gradients of a tensor that two layers use
@@ -256,21 +256,21 @@ def _gated_gradients(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _gated_gradients_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    given = _GatedBackward(*arguments)
-    da, (m, n) = given.da, given.gate.shape
-    k = 0 if given.x.payload is None else given.x.payload.shape[0]
-    dw_gate, dw_up = (da.new_empty(n, k, dtype=given.dw_dtype) for _ in range(2))
-    db_gate, db_up = (da.new_empty(n if bias else 0, dtype=torch.float32) for bias in given.biases)
-    return _dx_fake(da, m, given.w_gate, given.dx_dtype), dw_gate, db_gate, dw_up, db_up
+    inputs = _GatedBackward(*arguments)
+    da, (m, n) = inputs.da, inputs.gate.shape
+    k = 0 if inputs.x.payload is None else inputs.x.payload.shape[0]
+    dw_gate, dw_up = (da.new_empty(n, k, dtype=inputs.dw_dtype) for _ in range(2))
+    db_gate, db_up = (da.new_empty(n if bias else 0, dtype=torch.float32) for bias in inputs.biases)
+    return _dx_fake(da, m, inputs.w_gate, inputs.dx_dtype), dw_gate, db_gate, dw_up, db_up
 
 
 def _returning(*cast: Tensor) -> Any:
     """A function that returns a cast that has been made."""
 
-    def made(*_: Any) -> tuple[Tensor, ...]:
+    def constant(*_: Any) -> tuple[Tensor, ...]:
         return cast
 
-    return made
+    return constant
 
 
 mlp = differentiable_in_layers(_MLP, Block.of_mlp, _forward, _save, _backward, _fake)

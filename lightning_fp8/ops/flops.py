@@ -106,5 +106,5 @@ def _gradients(dy: Shape, x: Columns, w: Columns) -> int:
     Each product has 2 M N K FLOPs, where K is the number of rows of its payload.
     """
     m, n = dy
-    operands: list[Any] = [kept.payload for kept in (x, w) if kept.payload is not None]
+    operands: list[Any] = [operand.payload for operand in (x, w) if operand.payload is not None]
     return sum(2 * m * n * operand[0] for operand in operands)

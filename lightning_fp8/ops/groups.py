@@ -85,12 +85,12 @@ def _cast_one_by_one(
         if part.start == part.stop:
             continue
         of_group = slot._replace(index=slot.index[group : group + 1])
-        made = reference.cast(placed[part], of_group, "none", layout)
+        cast = reference.cast(placed[part], of_group, "none", layout)
         if layout != "columns":
-            rows[part] = made[0]
+            rows[part] = cast[0]
         if layout != "rows":
-            columns[:, part] = made[1][:, : part.stop - part.start]
-        scale_inv[group] = made[2]
+            columns[:, part] = cast[1][:, : part.stop - part.start]
+        scale_inv[group] = cast[2]
         if sums:
             of_groups[group] = placed[part].sum(0, dtype=torch.float32)
     return rows, columns, scale_inv, of_groups
@@ -113,7 +113,7 @@ def _by_depth_one_by_one(a: Fp8Tensor, b: Fp8Tensor, groups: Groups, out_dtype: 
     out = a.payload.new_zeros(len(a.scale_inv), len(a.payload), len(b.payload), dtype=out_dtype)
     for group, part in enumerate(_each(groups)):
         if part.start < part.stop:
-            of_a, of_b = (Fp8Tensor(one.payload[:, part], one.scale_inv[group], one.format) for one in (a, b))
+            of_a, of_b = (Fp8Tensor(mat.payload[:, part], mat.scale_inv[group], mat.format) for mat in (a, b))
             out[group] = reference.scaled_mm(of_a, of_b, None, out_dtype, False)
     return out
 

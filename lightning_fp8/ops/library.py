@@ -80,11 +80,11 @@ class Signature(NamedTuple):
         if not any(self.kinds):
             return [*flat]
         values = iter([flat[self.order.index(at)] for at in range(len(flat))] if self.order else flat)
-        made: list[Any] = []
+        arguments: list[Any] = []
         for kind in self.kinds:
             # the dispatcher leaves out what has its default value
-            made.extend(islice(values, 1) if kind is None else (_assemble(kind, values),))
-        return made
+            arguments.extend(islice(values, 1) if kind is None else (_assemble(kind, values),))
+        return arguments
 
     def flattened(self, arguments: Iterable[Any]) -> list[Any]:
         """The operator's arguments, made from the functions'."""
@@ -93,15 +93,15 @@ class Signature(NamedTuple):
 
 
 def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
-    made: Any = kind
+    constructor: Any = kind
     if kind is Layer:
-        return made(*islice(values, 3), _assemble(Fp8Operand, values))
+        return constructor(*islice(values, 3), _assemble(Fp8Operand, values))
     flat = islice(values, _arguments(kind))
     if kind not in (Slot, WeightSlot):
-        return made(*flat)
+        return constructor(*flat)
     *tensors, handle, record, how = flat
     fmt, gemm, current = parsed_how(how)
-    return made(*tensors, fmt, state_of(handle), record, *((gemm, current) if kind is Slot else (current,)))
+    return constructor(*tensors, fmt, state_of(handle), record, *((gemm, current) if kind is Slot else (current,)))
 
 
 def _arguments(kind: type[tuple[Any, ...]]) -> int:
@@ -202,7 +202,7 @@ def refuse_transforms() -> None:
     Operators would return zero tangents in the former. The latter do not reach the gradients of an operator, and copies
     of weights, which outlive them, would be their wrappers.
     """
-    in_grad = any(one.key() == TransformType.Grad for one in get_interpreter_stack() or ())
+    in_grad = any(interpreter.key() == TransformType.Grad for interpreter in get_interpreter_stack() or ())
     if in_grad or forward_ad._current_level >= 0:
         raise RuntimeError(_NO_TRANSFORMS)
 
@@ -295,10 +295,10 @@ def implement_differentiable(
         save(ctx, output, *signature.assembled(inputs))
 
     def gradients_of_operator(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * len(operator.op._schema.arguments)
+        grad_inputs: list[Tensor | None] = [None] * len(operator.op._schema.arguments)
         for at, gradient in zip(positions, backward(ctx, *gradients), strict=False):
-            found[at] = gradient
-        return tuple(found)
+            grad_inputs[at] = gradient
+        return tuple(grad_inputs)
 
     name, qualified = signature.name, f"lightning_fp8::{signature.name}"
     LIBRARY.impl(name, with_flat_arguments(signature, forward), "CompositeExplicitAutograd")
@@ -333,10 +333,10 @@ def differentiable_in_layers(
 
     class Function(Differentiable):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
+        def forward(ctx: Any, *inputs: Any) -> Any:
             # backward would be given zeros in place of gradients that do not exist, those of payloads among them
             ctx.set_materialize_grads(False)
-            ctx.needs, value = ctx.needs_input_grad[:-1], collected(*given[-1])
+            ctx.needs, value = ctx.needs_input_grad[:-1], collected(*inputs[-1])
             output = forward(value)
             save(ctx, output, value)
             return output

@@ -319,8 +319,8 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
     if not torch.compiler.is_compiling() and not first.is_meta:
         at, size, memory = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()
         if first.is_contiguous() and all(
-            one.storage_offset() == at + number * size and one.untyped_storage().data_ptr() == memory
-            for number, one in enumerate(parts)
+            part.storage_offset() == at + number * size and part.untyped_storage().data_ptr() == memory
+            for number, part in enumerate(parts)
         ):
             return first.as_strided((len(parts), *first.shape), (size, *first.stride()))
     return torch.stack([*parts])

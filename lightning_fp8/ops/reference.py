@@ -146,11 +146,11 @@ def are_in_blocks(*operands: Fp8Tensor) -> bool:
     """Whether both operands of a product have scales for every 128 elements along K."""
     k = min(operand.payload.shape[1] for operand in operands)
     return all(
-        one.scale_inv.dim() == 2
-        and one.scale_inv.dtype == torch.float32
-        and one.scale_inv.shape[1] == -(-k // BLOCK)
-        and len(one.scale_inv) in (len(one.payload), -(-len(one.payload) // BLOCK))
-        for one in operands
+        operand.scale_inv.dim() == 2
+        and operand.scale_inv.dtype == torch.float32
+        and operand.scale_inv.shape[1] == -(-k // BLOCK)
+        and len(operand.scale_inv) in (len(operand.payload), -(-len(operand.payload) // BLOCK))
+        for operand in operands
     )
 
 

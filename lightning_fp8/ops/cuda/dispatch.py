@@ -48,22 +48,22 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
 
 def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight``."""
-    made = _cast_one_weight(weight, slot, layout)
-    return plain.cast_weight(weight, slot, layout) if made is None else made[:3]
+    operand = _cast_one_weight(weight, slot, layout)
+    return plain.cast_weight(weight, slot, layout) if operand is None else operand[:3]
 
 
 def cast_weight_blocks(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the operator ``lightning_fp8::cast_weight_blocks``."""
-    made = _cast_one_weight(weight, slot, layout)
-    if made is None:
+    operand = _cast_one_weight(weight, slot, layout)
+    if operand is None:
         return blocks.cast_weight(weight, slot, layout)
     none = nothing(weight, torch.float32)
     if not slot.current.in_e8m0:
-        return made.by_rows, made.by_columns, made.scale_inv.contiguous(), none
+        return operand.by_rows, operand.by_columns, operand.scale_inv.contiguous(), none
     return (
-        *made[:2],
-        made.scale_inv if layout != "columns" else none,
-        made.columns_scale_inv if layout != "rows" else none,
+        *operand[:2],
+        operand.scale_inv if layout != "columns" else none,
+        operand.columns_scale_inv if layout != "rows" else none,
     )
 
 
@@ -99,12 +99,12 @@ def _cast_blocks(x: Tensor, dy: Tensor | None, activation: str, slot: Slot, layo
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy is None or dy.stride(1) == 1 else dy.contiguous()
     width = x.shape[1] // 2 if is_gated and dy is None else x.shape[1]
-    made, result = _new_blocks(slot, (len(x), width), layout, sums)
+    tensors, result = _new_blocks(slot, (len(x), width), layout, sums)
     block_casts.cast(kernel, x, result, dy, is_gated, slot.current.blocks == "power of 2")
     if is_counting(slot):
         values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
-        blocks.count_if_asked(values, *made[2:], slot, layout)
-    return *made, _total(result.column_sums, x)
+        blocks.count_if_asked(values, *tensors[2:], slot, layout)
+    return *tensors, _total(result.column_sums, x)
 
 
 def _kernel_in_blocks(x: Tensor, slot: Slot, activation: str, gradient: bool) -> Kernel | None:
@@ -117,7 +117,7 @@ def _new_blocks(
     slot: Slot, shape: tuple[int, int], layout: str, sums: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], block_casts.Result]:
     """Memory for the cast of a tensor of this shape, and what a kernel writes to."""
-    y, y_t, scale_inv, scale_inv_t = made = blocks.new_cast(slot.scale, shape, slot.current, layout)
+    y, y_t, scale_inv, scale_inv_t = tensors = blocks.new_cast(slot.scale, shape, slot.current, layout)
     amax, _, _ = slot.open()
     result = block_casts.Result(
         None if amax is None else (slot.index, amax),
@@ -125,7 +125,7 @@ def _new_blocks(
         None if layout == "rows" else (y_t, scale_inv_t),
         slot.scale.new_empty(casts.column_sum_tiles(shape[0]), shape[1]) if sums else None,
     )
-    return made, result
+    return tensors, result
 
 
 def cast_weights(
@@ -133,18 +133,18 @@ def cast_weights(
 ) -> list[Fp8Operand]:
     """See :func:`lightning_fp8.ops.basic.cast_weights`; in blocks by one launch, else by two. No weight is empty."""
     in_blocks, payloads, views = bool(slots[0].current.blocks), [], []
-    new = _payloads_by_stack([weight for weight, kept in zip(weights, out, strict=True) if kept is None], in_blocks)
-    for weight, kept in zip(weights, out, strict=True):
+    new = _payloads_by_stack([weight for weight, target in zip(weights, out, strict=True) if target is None], in_blocks)
+    for weight, target in zip(weights, out, strict=True):
         is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
-        made = next(new) if kept is None else kept[:2]
+        memory = next(new) if target is None else target[:2]
         # a view that compiled code reads stays the same object
-        views.append((made[0].t() if kept is None else made[1]) if is_view else None)
-        payloads.append((made[0], nothing(weight, torch.uint8)) if is_view else made)
+        views.append((memory[0].t() if target is None else memory[1]) if is_view else None)
+        payloads.append((memory[0], nothing(weight, torch.uint8)) if is_view else memory)
     operands = _cast_weights(kernel, weights, slots, payloads)
     if slots[0].current.blocks == "power of 2":
         operands = [*map(as_multiplied, operands)]
     pairs = zip(operands, views, strict=True)
-    return [one if view is None else one._replace(by_columns=view) for one, view in pairs]
+    return [operand if view is None else operand._replace(by_columns=view) for operand, view in pairs]
 
 
 def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -152,17 +152,17 @@ def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[t
     stacks: dict[tuple[int, torch.Size], list[int]] = {}
     for at, weight in enumerate(weights):
         stacks.setdefault((weight.untyped_storage().data_ptr(), weight.shape), []).append(at)
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    payloads: dict[int, tuple[Tensor, Tensor]] = {}
     for places in stacks.values():
         weight = weights[places[0]]
         is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
         if len(places) == 1:
-            made[places[0]] = new_payloads(weight, weight.shape, "rows" if is_view else "both")
+            payloads[places[0]] = new_payloads(weight, weight.shape, "rows" if is_view else "both")
             continue
         shapes = weight.shape, (0,) if is_view else columns_shape(*weight.shape)
         rows, columns = (weight.new_empty(len(places), *shape, dtype=torch.uint8) for shape in shapes)
-        made.update(zip(places, zip(rows, columns, strict=True), strict=True))
-    return (made[at] for at in range(len(weights)))
+        payloads.update(zip(places, zip(rows, columns, strict=True), strict=True))
+    return (payloads[at] for at in range(len(weights)))
 
 
 def _cast_weights(
@@ -170,16 +170,16 @@ def _cast_weights(
 ) -> list[Fp8Operand]:
     current, state = slots[0].current, slots[0].state
     jobs, operands, of_transpose = [], [], []
-    for weight, slot, made in zip(weights, slots, payloads, strict=True):
+    for weight, slot, pair in zip(weights, slots, payloads, strict=True):
         x, is_transposed = _by_rows(weight)
-        jobs.append(casts.Weight(x, slot.index, *(made[::-1] if is_transposed else made)))
+        jobs.append(casts.Weight(x, slot.index, *(pair[::-1] if is_transposed else pair)))
         of_transpose.append(is_transposed)
     table = casts.weight_table(jobs, current.squares, current.in_e8m0)
     scale, amax = (None, None) if state is None else (state.scale, state.amax)
     casts.cast_weights(kernel, table, scale, amax, current.blocks == "power of 2")
     inverses = zip(table.scale_inv, table.scale_inv_t, strict=True)
-    for weight, slot, made, both, is_transposed in zip(weights, slots, payloads, inverses, of_transpose):
-        operand = Fp8Operand(*made, *(both[::-1] if is_transposed else both), slot.format)
+    for weight, slot, pair, both, is_transposed in zip(weights, slots, payloads, inverses, of_transpose):
+        operand = Fp8Operand(*pair, *(both[::-1] if is_transposed else both), slot.format)
         operands.append(operand)
         if current.blocks:
             of_both = operand.scale_inv, operand.columns_scale_inv
@@ -256,12 +256,12 @@ def _cast_gated_blocks(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> Seq
     kernel = _kernel_in_blocks(gate, slot, "swiglu", False)
     if kernel is None:
         return _cast_blocks(gated(gate, up), None, "none", slot, layout, False)
-    made, result = _new_blocks(slot, (len(gate), gate.shape[1]), layout, False)
+    tensors, result = _new_blocks(slot, (len(gate), gate.shape[1]), layout, False)
     of_two = slot.current.blocks == "power of 2"
     block_casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result, power_of_two=of_two)
     if is_counting(slot):
-        blocks.count_if_asked(gated(gate, up), *made[2:], slot, layout)
-    return made
+        blocks.count_if_asked(gated(gate, up), *tensors[2:], slot, layout)
+    return tensors
 
 
 def _cast_gated(gate: Tensor, up: Tensor, slot: Slot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -280,14 +280,14 @@ def cast_gated_gradients(
 ) -> list[Cast]:
     """The casts of the gradients of gate and up, each with its own slot; see :func:`cast_gradient`."""
     if slots[0].current.blocks:
-        made = _cast_gated_blocks_gradients(gate, up, dy, slots, layout, biases)
-        return [_multiplied(cast, slot) for cast, slot in zip(made, slots, strict=True)]
+        gradient_casts = _cast_gated_blocks_gradients(gate, up, dy, slots, layout, biases)
+        return [_multiplied(cast, slot) for cast, slot in zip(gradient_casts, slots, strict=True)]
     if layout != "rows" and not needs_transposed_payload(dy.device, dy.shape):
         return [*map(_with_view, cast_gated_gradients(gate, up, dy, slots, "rows", biases))]
     kernel = cast_kernel(dy.device, dy.dtype, slots[0].format, "swiglu", True) if dy.numel() else None
     if kernel is None or gate.dtype != dy.dtype:
         parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
-        return [plain.cast_gradient(one, None, "none", slot, layout, bias) for one, slot, bias in parts]
+        return [plain.cast_gradient(grad, None, "none", slot, layout, bias) for grad, slot, bias in parts]
     # the kernel sums both or neither
     results = [new_result(slot, len(gate), gate.shape[1], layout, any(biases)) for slot in slots]
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
@@ -297,8 +297,8 @@ def cast_gated_gradients(
             if is_counting(slot):
                 count(gradient, _used(result), slot)
     return [
-        (one.y, one.y_t, one.scale_inv, one.scale_inv, _total(one.column_sums if bias else None, dy))
-        for one, bias in zip(results, biases, strict=True)
+        (out.y, out.y_t, out.scale_inv, out.scale_inv, _total(out.column_sums if bias else None, dy))
+        for out, bias in zip(results, biases, strict=True)
     ]
 
 
@@ -308,18 +308,18 @@ def _cast_gated_blocks_gradients(
     kernel = _kernel_in_blocks(gate, slots[0], "swiglu", True) if gate.dtype == dy.dtype else None
     if kernel is None:
         parts = zip(gated_gradients(gate, up, dy), slots, biases, strict=True)
-        return [_cast_blocks(one, None, "none", slot, layout, bias) for one, slot, bias in parts]
+        return [_cast_blocks(grad, None, "none", slot, layout, bias) for grad, slot, bias in parts]
     # the kernel sums both or neither
     shape = len(gate), gate.shape[1]
-    (made, result), (made_up, of_up) = (_new_blocks(slot, shape, layout, any(biases)) for slot in slots)
+    (cast_gate, result), (cast_up, of_up) = (_new_blocks(slot, shape, layout, any(biases)) for slot in slots)
     dy, of_two = dy if dy.stride(1) == 1 else dy.contiguous(), slots[0].current.blocks == "power of 2"
     block_casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result, dy, of_up, of_two)
-    both = (made, result), (made_up, of_up)
+    both = (cast_gate, result), (cast_up, of_up)
     if any(map(is_counting, slots)):
         for gradient, (cast, _), slot in zip(gated_gradients(gate, up, dy), both, slots, strict=True):
             blocks.count_if_asked(gradient, *cast[2:], slot, layout)
     return [
-        (*cast, _total(one.column_sums if bias else None, dy)) for (cast, one), bias in zip(both, biases, strict=True)
+        (*cast, _total(out.column_sums if bias else None, dy)) for (cast, out), bias in zip(both, biases, strict=True)
     ]
 
 

@@ -69,13 +69,13 @@ def run_choice(
         ``[M, N]``, contiguous.
     """
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
-    found = None
+    plan = None
     if choice.configuration is not None and m and n and k:
         choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
-        found = kernels.kernels_of(choice, device, a.format, b.format, output, promote)
-    if found is None:
+        plan = kernels.kernels_of(choice, device, a.format, b.format, output, promote)
+    if plan is None:
         return plain.scaled_mm(a, b, bias, output, not promote)
-    return _launch(found, a, b, bias, output)
+    return _launch(plan, a, b, bias, output)
 
 
 def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
@@ -94,9 +94,9 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k) if len(a.scale_inv) == m else Choice(None)
     b_scale_rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
-    found = kernels.kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
-    if found is not None:
-        return _launch(found, a, b, bias, output)
+    plan = kernels.kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
+    if plan is not None:
+        return _launch(plan, a, b, bias, output)
     if is_mixed and not plain.multiplies_blocks(a, b):
         return plain.scaled_mm_dequantized(a, b, bias, output)
     return plain.scaled_mm_in_blocks(a, b, bias, output)
@@ -112,13 +112,13 @@ def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, ge
     a, b = plain.in_tiles(a), plain.in_tiles(b)
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k, True)
-    found = kernels.kernels_of(choice, device, a.format, b.format, output, False, 1)
-    return plain.scaled_mm_mx(a, b, bias, output) if found is None else _launch(found, a, b, bias, output)
+    plan = kernels.kernels_of(choice, device, a.format, b.format, output, False, 1)
+    return plain.scaled_mm_mx(a, b, bias, output) if plan is None else _launch(plan, a, b, bias, output)
 
 
-def _launch(found: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
+def _launch(plan: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
     """The product ``[M, N]``, contiguous."""
-    configuration, kernel, splits, sum_kernel = found
+    configuration, kernel, splits, sum_kernel = plan
     m, n, device = a.payload.shape[0], b.payload.shape[0], a.payload.device
     # kernels write rows that begin at multiples of 16 bytes
     out = torch.empty(m, _up_to(ROW_BYTES // output.itemsize, n), dtype=output, device=device)[:, :n]

@@ -138,19 +138,19 @@ def measure(product: Product, device: torch.device, run: Run, replace: bool = Fa
     gpu, (m, n, k, promote, _) = torch.cuda.get_device_properties(device), product
     capability = (gpu.major, gpu.minor)
     ranked = _ranked(configurations(capability, promote), m, n, k, promote, gpu.multi_processor_count)
-    found: dict[Choice, float] = {}
+    times: dict[Choice, float] = {}
     try:
         needed = device, *gemm_timing.formats(product), product.output, promote
         ours = [choice for choice in ranked[:_MOST_MEASURED] if kernels.kernels_of(choice, *needed) is not None]
         if not ours:
             return None
-        found = gemm_timing.times(product, ours, device, run)
+        times = gemm_timing.times(product, ours, device, run)
     except torch.OutOfMemoryError:
         warn_once(f"There was no memory to measure FP8 GEMMs like {product.name}: they are chosen by a rule.")
-    cublaslt = found.pop(Choice(None), None)
-    best = min(found, key=found.__getitem__, default=Choice(None))
+    cublaslt = times.pop(Choice(None), None)
+    best = min(times, key=times.__getitem__, default=Choice(None))
     configuration = best.configuration and best.configuration.name
-    fields = {"configuration": configuration, "splits": best.splits, "p50_us": found.get(best)}
+    fields = {"configuration": configuration, "splits": best.splits, "p50_us": times.get(best)}
     row = {**product.as_json(), **fields, "cublaslt_p50_us": cublaslt}
     return gemm_table.keep(gpu.name, capability, row, replace)
 
@@ -220,21 +220,21 @@ def _ranked(
 ) -> list[Choice]:
     """Each configuration with its best number of splits, by estimated time."""
     timed = []
-    for one in ours:
-        clusters = -(-m // (one.block_m * one.cluster)) * -(-n // one.block_n)
-        fills_half = 2 * clusters * one.cluster >= multiprocessors
+    for configuration in ours:
+        clusters = -(-m // (configuration.block_m * configuration.cluster)) * -(-n // configuration.block_n)
+        fills_half = 2 * clusters * configuration.cluster >= multiprocessors
         for_splits = {
-            splits: _estimate(one, clusters, splits, k, multiprocessors)
+            splits: _estimate(configuration, clusters, splits, k, multiprocessors)
             for splits in range(1, (1 if fills_half else most_splits(k, promote)) + 1)
         }
         splits = min(for_splits, key=for_splits.__getitem__)
-        timed.append((for_splits[splits], Choice(one, splits)))
+        timed.append((for_splits[splits], Choice(configuration, splits)))
     return [choice for _, choice in sorted(timed, key=lambda entry: entry[0])]
 
 
-def _estimate(one: Configuration, clusters: int, splits: int, k: int, multiprocessors: int) -> float:
-    waves = -(-clusters * splits // (multiprocessors // one.cluster))
+def _estimate(configuration: Configuration, clusters: int, splits: int, k: int, multiprocessors: int) -> float:
+    waves = -(-clusters * splits // (multiprocessors // configuration.cluster))
     steps = math.ceil(math.ceil(k / _STEP) / splits)
-    tile = one.block_m * one.block_n
-    needed = _MULTIPLY_ADDS * (one.block_m + one.block_n / one.cluster) / tile
+    tile = configuration.block_m * configuration.block_n
+    needed = _MULTIPLY_ADDS * (configuration.block_m + configuration.block_n / configuration.cluster) / tile
     return waves * tile * (_STEP * steps + _FILL) / min(1.0, _L2_BYTES / needed)

@@ -149,13 +149,13 @@ def rows(gpu: str, capability: tuple[int, int]) -> tuple[Row, ...]:
     A file that cannot be read or is not a table counts as absent, with a warning; so does a row of an unknown
     configuration.
     """
-    found: dict[tuple[Any, ...], Row] = {}
+    table: dict[tuple[Any, ...], Row] = {}
     for path in (shipped_path(gpu), own_path(gpu)):
         for fields in _readable_rows(path):
             row = _row(fields, capability, path)
             if row is not None:
-                found[row.product.size_class] = row
-    return tuple(found[key] for key in sorted(found))
+                table[row.product.size_class] = row
+    return tuple(table[key] for key in sorted(table))
 
 
 def keep(gpu: str, capability: tuple[int, int], measured: Mapping[str, Any], replace: bool) -> Row | None:
@@ -284,12 +284,12 @@ def _product(row: Mapping[str, Any]) -> Product:
 def _row(row: Mapping[str, Any], capability: tuple[int, int], path: Path) -> Row | None:
     """The row; None if its configuration is unknown, as in the table of another version."""
     name = row["configuration"]
-    known = {one.name: one for one in configurations(capability, row["promote"])}
-    if name is not None and name not in known:
+    by_name = {configuration.name: configuration for configuration in configurations(capability, row["promote"])}
+    if name is not None and name not in by_name:
         warn_once(
             f"The table of measured GEMMs {path} has rows of the configuration {name!r}, which this version does not"
             " have: they are left out of account. Measure again with `python -m lightning_fp8 tune`."
         )
         return None
-    ours = Choice(None if name is None else known[name], row["splits"])
+    ours = Choice(None if name is None else by_name[name], row["splits"])
     return Row(_product(row), ours, row["p50_us"], row["cublaslt_p50_us"], row.get("at_first_use") is True)

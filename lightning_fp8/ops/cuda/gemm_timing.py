@@ -52,11 +52,11 @@ def times(product: Product, choices: Sequence[Choice], device: torch.device, run
             continue
         right.append(choice)
     in_turn = [*([] if expected is None else [Choice(None)]), *right]
-    found: dict[Choice, list[float]] = {choice: [] for choice in in_turn}
+    timings: dict[Choice, list[float]] = {choice: [] for choice in in_turn}
     for _ in range(_ROUNDS):
         for choice in in_turn:
-            found[choice].append(_batch_us(partial(compute, choice), calls, device))
-    return {choice: statistics.median(batches) for choice, batches in found.items()}
+            timings[choice].append(_batch_us(partial(compute, choice), calls, device))
+    return {choice: statistics.median(batches) for choice, batches in timings.items()}
 
 
 def formats(product: Product) -> tuple[str, str]:
@@ -87,9 +87,9 @@ def _operands(product: Product, calls: int, device: torch.device) -> list[tuple[
 
 
 def _signs(rows: int, columns: int, format: str, generator: torch.Generator) -> Fp8Tensor:
-    one = torch.ones(1).to(FORMATS[format].dtype).view(torch.uint8).item()
+    code_of_one = torch.ones(1).to(FORMATS[format].dtype).view(torch.uint8).item()
     signs = torch.randint(2, (rows, columns), dtype=torch.uint8, device=generator.device, generator=generator)
-    return Fp8Tensor(signs.mul_(0x80).add_(one), torch.ones((), device=generator.device), format)
+    return Fp8Tensor(signs.mul_(0x80).add_(code_of_one), torch.ones((), device=generator.device), format)
 
 
 def _batch_us(call: Callable[[int], object], calls: int, device: torch.device) -> float:

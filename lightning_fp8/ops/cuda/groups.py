@@ -79,8 +79,8 @@ def _kernels(
         ("depth", of_dy, fmt, of_weight, True),
         ("depth", fmt, of_dy, of_weight, True),
     )
-    casting = (cast_kernel(device, dtype, one, "none", False) for dtype, one in ((of_x, fmt), (of_y, of_dy)))
-    return None not in (*(_gemm(device, *one) for one in gemms), *casting)
+    casting = (cast_kernel(device, dtype, target, "none", False) for dtype, target in ((of_x, fmt), (of_y, of_dy)))
+    return None not in (*(_gemm(device, *gemm) for gemm in gemms), *casting)
 
 
 def _gemm(
@@ -96,10 +96,10 @@ def _gemm(
 def _required(
     device: torch.device, grouped: str, a_format: str, b_format: str, output: torch.dtype, promote: bool
 ) -> tuple[Kernel, Configuration]:
-    found = _gemm(device, grouped, a_format, b_format, output, promote)
-    if found is None:
+    plan = _gemm(device, grouped, a_format, b_format, output, promote)
+    if plan is None:
         raise RuntimeError(f"There is no GEMM over groups by {grouped} with an output in {output} on {device}.")
-    return found
+    return plan
 
 
 def placed(x: Tensor, groups: Groups) -> Tensor:

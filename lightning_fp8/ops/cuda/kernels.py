@@ -40,10 +40,10 @@ def backend() -> str:
     Raises:
         ValueError: for any other value.
     """
-    asked = os.environ.get("LIGHTNING_FP8_BACKEND", "auto")
-    if asked not in BACKENDS:
-        raise ValueError(f"LIGHTNING_FP8_BACKEND must be one of {', '.join(BACKENDS)}, got {asked!r}.")
-    return asked
+    name = os.environ.get("LIGHTNING_FP8_BACKEND", "auto")
+    if name not in BACKENDS:
+        raise ValueError(f"LIGHTNING_FP8_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}.")
+    return name
 
 
 class Variant(NamedTuple):
@@ -101,25 +101,25 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
     ]
     in_blocks += [_weights_variant(*kind) for kind in ((True, False), (False, True), (True, True))]
     in_blocks += [
-        _gemm_variant(one, "e4m3", "e4m3", output, True, rows)
-        for one in gemm_variants.configurations(capability, True)
+        _gemm_variant(configuration, "e4m3", "e4m3", output, True, rows)
+        for configuration in gemm_variants.configurations(capability, True)
         for rows in (1, gemm.SCALE_ROWS)
         for output in gemm_variants.OUTPUTS
     ]
     in_blocks += [
-        _gemm_variant(one, "e4m3", "e4m3", output, False, 1)
-        for one in gemm_variants.mx_configurations(capability)
+        _gemm_variant(configuration, "e4m3", "e4m3", output, False, 1)
+        for configuration in gemm_variants.mx_configurations(capability)
         for output in gemm_variants.OUTPUTS
     ]
     grouped = [
-        _gemm_variant(one, *pair, output, promote, grouped=how)
+        _gemm_variant(grouped_configuration, *pair, output, promote, grouped=how)
         for how, pair, promote in (
             ("rows", ("e4m3", "e4m3"), False),
             ("rows", ("e5m2", "e4m3"), True),
             ("depth", ("e5m2", "e4m3"), True),
             ("depth", ("e4m3", "e5m2"), True),
         )
-        if (one := gemm_variants.grouped_configuration(capability, promote)) is not None
+        if (grouped_configuration := gemm_variants.grouped_configuration(capability, promote)) is not None
         for output in gemm_variants.OUTPUTS
     ]
     default = [*of_casts, _weights_variant(False), _update_variant(), *_gemm_variants(capability, every)]
@@ -131,20 +131,20 @@ def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
     # no recipe multiplies two gradients
     pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
     outputs = tuple(gemm_variants.OUTPUTS)
-    made = [
-        _gemm_variant(one, *pair, output, False)
-        for one in fast
+    gemms = [
+        _gemm_variant(configuration, *pair, output, False)
+        for configuration in fast
         for pair in (pairs if every else [("e4m3", "e4m3")])
         for output in (outputs if every else (torch.bfloat16,))
     ]
     # dgrad in bf16; wgrad in the parameters' dtype
-    made += [
-        _gemm_variant(one, *pair, output, True)
-        for one in promoted
+    gemms += [
+        _gemm_variant(configuration, *pair, output, True)
+        for configuration in promoted
         for pair in (pairs if every else [("e5m2", "e4m3")])
         for output in outputs
     ]
-    return [*made, *(_sum_splits_variant(output) for output in outputs)] if made else []
+    return [*gemms, *(_sum_splits_variant(output) for output in outputs)] if gemms else []
 
 
 @functools.cache

@@ -94,15 +94,15 @@ def probe(device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)
     # sums are integers of at most 64 * 16: exact, and rounded to the output's dtype once
     a, b = (torch.randint(-4, 5, (size, 64), generator=generator).float() for size in (48, 32))
-    expected, one = a @ b.t(), torch.ones((), device=device)
+    expected, unit_scale = a @ b.t(), torch.ones((), device=device)
     cases = itertools.product((False, True), (False, True), ("e4m3", "e5m2"), (torch.bfloat16, torch.float32))
     for a_transposed, b_transposed, a_format, output in cases:
         a_fp8 = _laid_out(a, a_format, a_transposed).to(device)
         b_fp8 = _laid_out(b, "e4m3", b_transposed).to(device)
-        layouts = " and ".join("MN-major" if one else "K-major" for one in (a_transposed, b_transposed))
+        layouts = " and ".join("MN-major" if transposed else "K-major" for transposed in (a_transposed, b_transposed))
         case = f"the product in {output} of operands in {a_format} and e4m3, {layouts}"
         try:
-            product = torch._scaled_mm(a_fp8, b_fp8.mT, one, one, out_dtype=output)
+            product = torch._scaled_mm(a_fp8, b_fp8.mT, unit_scale, unit_scale, out_dtype=output)
         # cuBLASLt, the driver or torch may raise anything where they do not know a layout
         except RuntimeError as error:
             return f"{case}, raises {error}"

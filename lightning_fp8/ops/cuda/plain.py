@@ -165,7 +165,7 @@ def product_of_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: to
     m, n = len(a.payload), len(b.payload)
     a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    a_scales, b_scales = (one.scale_inv.view(torch.float8_e8m0fnu) for one in (a, b))
+    a_scales, b_scales = (operand.scale_inv.view(torch.float8_e8m0fnu) for operand in (a, b))
     scales = a_scales, kind, b_scales, kind, order, order
     return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
 
@@ -234,7 +234,7 @@ def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_d
             " and all others where neither lightning_fp8 nor cuBLASLt multiplies blocks of these formats."
         )
     k = min(a.payload.shape[1], b.payload.shape[1])
-    codes = ((one.payload[:, :k].view(FORMATS[one.format].dtype).float(), one.scale_inv) for one in (a, b))
+    codes = ((factor.payload[:, :k].view(FORMATS[factor.format].dtype).float(), factor.scale_inv) for factor in (a, b))
     a_values, b_values = (values.mul_(by_element(scale, values)).to(out_dtype) for values, scale in codes)
     out = a_values.new_empty(len(a_values), len(b_values))
     # autocast leaves the `out=` form alone

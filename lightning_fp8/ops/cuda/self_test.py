@@ -70,10 +70,10 @@ def hard_to_round(input: torch.dtype, format: str) -> Tensor:
 
 def _compare_rounding(device: torch.device, input: torch.dtype, format: str, kernel: Kernel) -> str | None:
     x, dtype = hard_to_round(input, format), FORMATS[format].dtype
-    one, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    ones, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     for scale in _ROUNDING_SCALES:
         y, y_t = payloads(x, device)
-        result = casts.Result(one * scale, one, index, torch.zeros_like(one), torch.zeros((), device=device), y, y_t)
+        result = casts.Result(ones * scale, ones, index, torch.zeros_like(ones), torch.zeros((), device=device), y, y_t)
         casts.cast_transpose(kernel, x.to(device), result)
         codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
         # all NaN codes are equivalent
@@ -129,8 +129,8 @@ def _compare_groups(device: torch.device, input: torch.dtype, format: str, kerne
     scale_inv, current = (torch.zeros(_TENSORS, device=device) for _ in range(2))
     index = torch.tensor([0, 2, 1], device=device)
     of_tile = torch.tensor([0, 0, 2, -1], dtype=torch.int32, device=device)
-    made = casts.Result(scale, newest, index, amax, scale_inv, y, y_t, current_amax=current, group_of_tile=of_tile)
-    casts.cast_transpose(kernel, x.to(device), made)
+    result = casts.Result(scale, newest, index, amax, scale_inv, y, y_t, current_amax=current, group_of_tile=of_tile)
+    casts.cast_transpose(kernel, x.to(device), result)
     for group, row, part in ((0, 0, slice(2 * casts.TILE_ROWS)), (2, 1, slice(2 * casts.TILE_ROWS, -casts.TILE_ROWS))):
         used = _expected_scale(scale, newest, row, amax[row].cpu(), format)
         codes = reference.saturating_cast(x[part], used, FORMATS[format])
@@ -200,8 +200,8 @@ def casts_of_weights(
         # a cast replaces a weight's amax, instead of raising it
         scale, amax = torch.ones(len(values), device=device), torch.full((len(values),), 1e9, device=device)
         weights = [
-            casts.Weight(x.to(device), torch.tensor([number], device=device), *made)
-            for number, (x, made) in enumerate(zip(values, outputs, strict=True))
+            casts.Weight(x.to(device), torch.tensor([number], device=device), *pair)
+            for number, (x, pair) in enumerate(zip(values, outputs, strict=True))
         ]
         tables = [casts.weight_table(some, *kind) for some in ([weights] if together else zip(weights))]
         for table in tables:

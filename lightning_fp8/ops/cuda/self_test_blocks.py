@@ -34,11 +34,11 @@ class _Given(NamedTuple):
     dy: Tensor | None
 
     def every(self, change: Callable[[Tensor], Tensor]) -> _Given:
-        return _Given(*(None if one is None else change(one) for one in self))  # type: ignore[arg-type]
+        return _Given(*(None if tensor is None else change(tensor) for tensor in self))  # type: ignore[arg-type]
 
     def in_fp64(self, activation: str) -> Sequence[Tensor]:
         """The tensors to cast."""
-        x, up, dy = self.every(lambda one: one.cpu().double())
+        x, up, dy = self.every(lambda tensor: tensor.cpu().double())
         if up is not None:
             return [gated(x, up)] if dy is None else gated_gradients(x, up, dy)
         return [activate(x, activation) if dy is None else activation_gradient(x, dy, activation)]
@@ -65,34 +65,34 @@ def cast(
         rows, columns = x.shape
         up = random_values(columns, rows, input).t().contiguous() if activation == "swiglu" else None
         dy = random_values(rows + 1, columns, input)[1:] if backward else None
-        given = _Given(x, up, dy).every(lambda one: one.to(device))
+        tensors = _Given(x, up, dy).every(lambda tensor: tensor.to(device))
         values: Sequence[Tensor] = [x]
         if activation != "none":
             # the sum of a column of one row
-            values = [one.view(rows, columns).to(input) for one in _sums_of_one_row(device, given, kernel)]
-            if not all(map(_is_nearly, values, given.in_fp64(activation), [given] * len(values))):
+            values = [sums.view(rows, columns).to(input) for sums in _sums_of_one_row(device, tensors, kernel)]
+            if not all(map(_is_nearly, values, tensors.in_fp64(activation), [tensors] * len(values))):
                 return f"its self-test at {rows} x {columns} gave other values"
         for kind in (_MX_KINDS[False],) if mx else _KINDS:
-            failure = _compare(device, given, values, CurrentScale(blocks=kind), kernel)
+            failure = _compare(device, tensors, values, CurrentScale(blocks=kind), kernel)
             if failure is not None:
                 return f"its self-test at {rows} x {columns} with scales in {kind} gave {failure}"
     return None
 
 
-def _sums_of_one_row(device: torch.device, given: _Given, kernel: Kernel) -> list[Tensor]:
-    flat = given.every(lambda one: one.reshape(1, -1))
-    sums = [torch.full(flat.x.shape, float("nan"), device=device) for _ in range(_results(given))]
-    _launch(kernel, flat, [block_casts.Result(None, column_sums=one) for one in sums], False)
-    return [one.cpu() for one in sums]
+def _sums_of_one_row(device: torch.device, tensors: _Given, kernel: Kernel) -> list[Tensor]:
+    flat = tensors.every(lambda tensor: tensor.reshape(1, -1))
+    sums = [torch.full(flat.x.shape, float("nan"), device=device) for _ in range(_results(tensors))]
+    _launch(kernel, flat, [block_casts.Result(None, column_sums=row) for row in sums], False)
+    return [row.cpu() for row in sums]
 
 
-def _results(given: _Given) -> int:
+def _results(tensors: _Given) -> int:
     """How many tensors a variant casts: also the gradient of up."""
-    return 1 if given.up is None or given.dy is None else 2
+    return 1 if tensors.up is None or tensors.dy is None else 2
 
 
-def _launch(kernel: Kernel, given: _Given, results: Sequence[block_casts.Result], power_of_two: bool) -> None:
-    x, up, dy = given
+def _launch(kernel: Kernel, tensors: _Given, results: Sequence[block_casts.Result], power_of_two: bool) -> None:
+    x, up, dy = tensors
     if up is None:
         block_casts.cast(kernel, x, results[0], dy, power_of_two=power_of_two)
     else:
@@ -100,10 +100,10 @@ def _launch(kernel: Kernel, given: _Given, results: Sequence[block_casts.Result]
         block_casts.cast_gated(kernel, x, up, results[0], dy, of_up, power_of_two)
 
 
-def _is_nearly(values: Tensor, exact: Tensor, given: _Given) -> bool:
+def _is_nearly(values: Tensor, exact: Tensor, tensors: _Given) -> bool:
     """Whether results have the errors of their dtype, or of fp32 before the last operations."""
     info, slack = torch.finfo(values.dtype), torch.full_like(exact, 2.0**-18)
-    for factor in (given.up, given.dy):
+    for factor in (tensors.up, tensors.dy):
         slack = slack if factor is None else slack * (1 + factor.cpu().double().abs())
     expected = exact.to(values.dtype)
     close = (values.double() - exact).abs() <= max(4 * info.eps, 2.0**-18) * exact.abs() + slack + info.smallest_normal
@@ -141,20 +141,20 @@ def _cases(input: torch.dtype) -> list[Tensor]:
 
 
 def _compare(
-    device: torch.device, given: _Given, values: Sequence[Tensor], current: CurrentScale, kernel: Kernel
+    device: torch.device, tensors: _Given, values: Sequence[Tensor], current: CurrentScale, kernel: Kernel
 ) -> str | None:
     written, results = [], []
     for x in values:
         y, y_t = payloads(x, device)
-        scale_inv, scale_inv_t = (one.fill_(77) for one in blocks.new_cast(given.x, x.shape, current, "both")[2:])
+        scale_inv, scale_inv_t = (inv.fill_(77) for inv in blocks.new_cast(tensors.x, x.shape, current, "both")[2:])
         sums = torch.full((column_sum_tiles(len(x)), x.shape[1]), float("nan"), device=device)
         amax = torch.zeros(3, device=device)
         recorded = torch.tensor([1], device=device), amax
         results.append(block_casts.Result(recorded, (y, scale_inv), (y_t, scale_inv_t), sums))
         written.append((y, y_t, scale_inv, scale_inv_t, sums, amax[1]))
-    _launch(kernel, given, results, current.blocks == "power of 2")
+    _launch(kernel, tensors, results, current.blocks == "power of 2")
     failures = (_compare_cast(x, current, *outputs) for x, outputs in zip(values, written, strict=True))
-    return next((one for one in failures if one is not None), None)
+    return next((failure for failure in failures if failure is not None), None)
 
 
 def _compare_cast(

@@ -59,7 +59,7 @@ def grouped(
     edges = torch.tensor([0, 128, 128, 512, 640], dtype=torch.int32)
     of_tile = torch.tensor([0, 2, 2, 2, 3, -1], dtype=torch.int32)
     count, rows, n, k = 4, 768, 208, 320
-    scales = [torch.tensor([1.0, 3.0, 0.5, 2.0]) * one for one in (_A_SCALE_INV, _B_SCALE_INV)]
+    scales = [torch.tensor([1.0, 3.0, 0.5, 2.0]) * factor for factor in (_A_SCALE_INV, _B_SCALE_INV)]
     by_depth = grouped == "depth"
     shapes = ((n - n % 64, rows), (k - 16, rows)) if by_depth else ((rows, k), (count * n, k))
     payloads = [_operand(*shape, fmt, seed) for seed, (shape, fmt) in enumerate(zip(shapes, (a_format, b_format)))]
@@ -76,14 +76,14 @@ def grouped(
         kernels.gemm_by_depth(kernel, configuration, left, right, edges.to(device), out)
     else:
         kernels.gemm_by_rows(kernel, configuration, left, right, of_tile.to(device), out, bias.to(device))
-    found = out.cpu()
+    result = out.cpu()
     for group, (begin, end) in enumerate(pairwise(edges.tolist())):
         part, scale = slice(begin, end), scales[0][group] * scales[1][group]
         of_a, of_b = (a[:, part], b[:, part]) if by_depth else (a[part], b[group])
         expected, margin = of_a @ of_b.t() * scale, of_a.abs() @ of_b.abs().t() * scale * _ACCUMULATION
         if not by_depth:
             expected += bias[group].to(output).float()
-        failure = _difference(found[group] if by_depth else found[part], expected, margin)
+        failure = _difference(result[group] if by_depth else result[part], expected, margin)
         if failure is not None:
             return f"its self-test gave {failure} in group {group}"
     return None

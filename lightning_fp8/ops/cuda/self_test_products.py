@@ -26,7 +26,7 @@ def mx(device: torch.device, product: Callable[..., Tensor]) -> str | None:
             for added in (None, bias):
                 expected = reference.scaled_mm_dequantized(a, b, added, output)
                 on_device = [
-                    one._replace(payload=one.payload.to(device), scale_inv=one.scale_inv.to(device)) for one in (a, b)
+                    mat._replace(payload=mat.payload.to(device), scale_inv=mat.scale_inv.to(device)) for mat in (a, b)
                 ]
                 out = product(*on_device, None if added is None else added.to(device), output).cpu()
                 if not torch.equal(out, expected):
