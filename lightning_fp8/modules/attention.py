@@ -113,7 +113,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
             zeros = k.new_zeros(self.embed_dim)
             pairs.append((zeros, zeros))
         for pair in pairs:
-            rows = [one.view(1, self.num_heads, 1, self.head_dim).expand(len(k), -1, -1, -1) for one in pair]
+            rows = [vector.view(1, self.num_heads, 1, self.head_dim).expand(len(k), -1, -1, -1) for vector in pair]
             k, v = (torch.cat([x, row.to(x.dtype)], dim=2) for x, row in zip((k, v), rows, strict=True))
             mask = None if mask is None else F.pad(mask, (0, 1))
         return k, v, mask
@@ -185,8 +185,8 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         super()._check(query, key, value, attn_mask, is_causal)
         gemms = in_gemms(self) if self.in_proj_weight is None else ("in_proj",) * 3
-        for gemm, what, x in zip(gemms, ("query", "key", "value"), (query, key, value), strict=True):
-            check_input(self, what, x, getattr(self, f"{gemm}_weight"))
+        for gemm, name, x in zip(gemms, ("query", "key", "value"), (query, key, value), strict=True):
+            check_input(self, name, x, getattr(self, f"{gemm}_weight"))
 
 
 def in_gemms(layer: nn.Module) -> tuple[str, ...]:

@@ -104,16 +104,16 @@ class Fp8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
-        known = [gemm for gemm in self.fp8.values() if gemm.is_known()]
-        with frozen_parameters_apart(self) as held:
+        known_gemms = [gemm for gemm in self.fp8.values() if gemm.is_known()]
+        with frozen_parameters_apart(self) as frozen_weights:
             module = super()._apply(fn, recurse)
-        self._parameters.update({name: weight.applied(fn) for name, weight in held.items()})
+        self._parameters.update({name: weight.applied(fn) for name, weight in frozen_weights.items()})
         self._drop_casts()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
             for gemm in self.fp8.values():
                 gemm.to(device)
-        for gemm in known:
+        for gemm in known_gemms:
             gemm.refer()
         return module
 
@@ -146,8 +146,8 @@ def fp8_class(base: type[Fp8Module], plain: type[nn.Module]) -> type[Fp8Module]:
     """The one FP8 class for layers of a class that is not known by name: ``base`` computes, all else is ``plain``'s."""
     if (base, plain) not in _classes:
         attributes = {"__doc__": plain.__doc__, "__module__": plain.__module__, "__reduce_ex__": _reduce}
-        made = _classes[base, plain] = type(f"Fp8{plain.__name__}", (base, plain), attributes)
-        base.family.add(made)
+        new_class = _classes[base, plain] = type(f"Fp8{plain.__name__}", (base, plain), attributes)
+        base.family.add(new_class)
     return _classes[base, plain]
 
 
@@ -155,7 +155,7 @@ def _reduce(self: Fp8Module, protocol: Any) -> Any:
     # pickle finds the plain class by its name, and not the class that is made here
     plain: Any = self.plain_class
     make, arguments, *state = plain.__reduce_ex__(self, protocol)
-    make, *arguments = (plain if one is type(self) else one for one in (make, *arguments))
+    make, *arguments = (plain if value is type(self) else value for value in (make, *arguments))
     if state and "fp8" in state[0]:
         return _new, (type(self).__mro__[1], make, *arguments), *state
     warn_once(f"A pickled {plain.__name__} is plain, not in FP8: its class has a `__reduce__` without its attributes.")

@@ -112,7 +112,7 @@ def computed_by(method: object) -> tuple[Any, tuple[str, ...]]:
     ):
         return unknown
     arguments = list(inspect.signature(method).parameters.values())[1:]
-    if any(one.kind is not one.POSITIONAL_OR_KEYWORD or one.default is not one.empty for one in arguments):
+    if any(param.kind is not param.POSITIONAL_OR_KEYWORD or param.default is not param.empty for param in arguments):
         return unknown
     module = _Module()
     try:

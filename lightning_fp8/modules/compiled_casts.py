@@ -27,14 +27,14 @@ _LOCK = threading.Lock()
 
 def compiled_gemms(model: nn.Module) -> list[Gemm]:
     """The GEMMs of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
-    found: dict[int, Gemm] = {}
+    gemms: dict[int, Gemm] = {}
     for module in model.modules():
         # `_compiler_ctx` is Lightning's; `generate` of transformers keeps what it has compiled in `_compiled_call`
-        kept = (getattr(module, name, None) for name in ("_compiled_call_impl", "_compiler_ctx", "_compiled_call"))
-        if "_orig_mod" in module._modules or any(one is not None for one in kept):
+        marks = (getattr(module, name, None) for name in ("_compiled_call_impl", "_compiler_ctx", "_compiled_call"))
+        if "_orig_mod" in module._modules or any(mark is not None for mark in marks):
             layers = (layer for layer in module.modules() if isinstance(layer, Fp8Module))
-            found.update((id(gemm), gemm) for layer in layers for gemm in layer.fp8.values())
-    return list(found.values())
+            gemms.update((id(gemm), gemm) for layer in layers for gemm in layer.fp8.values())
+    return list(gemms.values())
 
 
 @contextmanager
@@ -48,23 +48,23 @@ def keep_compiled_casts(gemms: Sequence[Gemm], record: bool, in_backward: bool =
         in_backward: whether this is a backward. Its recomputation reads the same casts as the forward: nothing is cast
             again, as that would overwrite what backward has kept.
     """
-    ready = [(one, weight) for one in gemms if (weight := _weight_to_cast(one, record)) is not None]
+    ready = [(gemm, weight) for gemm in gemms if (weight := _weight_to_cast(gemm, record)) is not None]
     if in_backward:
         ready = [entry for entry in ready if _is_held(*entry)]
     with _LOCK:
-        for model in () if in_backward else {id(one.model): one.model for one, _ in ready}.values():
-            _refresh([(one, weight) for one, weight in ready if one.model is model], record)
-        for one, _ in ready:
-            one.weight_cast.compiled_cast_is_current = True
-            one.weight_cast.compiled_cast_users += 1
+        for model in () if in_backward else {id(gemm.model): gemm.model for gemm, _ in ready}.values():
+            _refresh([(gemm, weight) for gemm, weight in ready if gemm.model is model], record)
+        for gemm, _ in ready:
+            gemm.weight_cast.compiled_cast_is_current = True
+            gemm.weight_cast.compiled_cast_users += 1
     try:
         yield
     finally:
         with _LOCK:
-            for one, _ in ready:
-                _check(one)
-                one.weight_cast.compiled_cast_users -= 1
-                one.weight_cast.compiled_cast_is_current &= one.weight_cast.compiled_cast_users > 0
+            for gemm, _ in ready:
+                _check(gemm)
+                gemm.weight_cast.compiled_cast_users -= 1
+                gemm.weight_cast.compiled_cast_is_current &= gemm.weight_cast.compiled_cast_users > 0
 
 
 def _is_held(gemm: Gemm, weight: Tensor) -> bool:
@@ -73,8 +73,8 @@ def _is_held(gemm: Gemm, weight: Tensor) -> bool:
 
 def _weight_to_cast(gemm: Gemm, record: bool) -> Tensor | None:
     weight = gemm.weight
-    kept = gemm.weight_cast
-    if weight is None or not (kept.is_kept and kept.may_have_compiled_cast and gemm.precision.casts("weight")):
+    cast = gemm.weight_cast
+    if weight is None or not (cast.is_kept and cast.may_have_compiled_cast and gemm.precision.casts("weight")):
         return None
     if not is_plain(weight, gemm.state.device) or weight.dim() != 2:
         return None
@@ -87,23 +87,23 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
     if not stale:
         return
     with normal_tensors():
-        for (one, weight), made in zip(stale, _cast(stale, record), strict=True):
-            one.weight_cast.compiled_cast = made
-            one.weight_cast.put(weight, made)
+        for (gemm, weight), operand in zip(stale, _cast(stale, record), strict=True):
+            gemm.weight_cast.compiled_cast = operand
+            gemm.weight_cast.put(weight, operand)
 
 
 def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
-    former = [_fitting(one, weight) for one, weight in stale]
+    former = [_fitting(gemm, weight) for gemm, weight in stale]
     new = cast_together(stale, former, record)
     targets, sources = [], []
-    for kept, cast in zip(former, new, strict=True):
-        if kept is None:
+    for former_cast, cast in zip(former, new, strict=True):
+        if former_cast is None:
             continue
-        if cast.by_rows is kept.by_rows:
+        if cast.by_rows is former_cast.by_rows:
             # written by a kernel: a backward that waits for the former payload must fail, not use this one
-            torch.autograd.graph.increment_version((kept.by_rows, kept.by_columns))
+            torch.autograd.graph.increment_version((former_cast.by_rows, former_cast.by_columns))
         copied = set()
-        for target, source in zip(kept[:4], cast[:4], strict=True):
+        for target, source in zip(former_cast[:4], cast[:4], strict=True):
             # not what a kernel has written, nor a view of another part
             memory = target.untyped_storage().data_ptr()
             if target is not source and memory not in copied:
@@ -112,15 +112,15 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
                 sources.append(source)
     if targets:
         torch._foreach_copy_(targets, sources)
-    return [cast if kept is None else kept for kept, cast in zip(former, new, strict=True)]
+    return [cast if former_cast is None else former_cast for former_cast, cast in zip(former, new, strict=True)]
 
 
 def _fitting(gemm: Gemm, weight: Tensor) -> Fp8Operand | None:
     """The tensors that an earlier cast was written to, if this one fits them."""
-    kept = gemm.weight_cast.compiled_cast
-    if kept is None or kept.by_rows.device != weight.device or kept.by_rows.shape != gemm.n_by_k(weight).shape:
+    operand = gemm.weight_cast.compiled_cast
+    if operand is None or operand.by_rows.device != weight.device or operand.by_rows.shape != gemm.n_by_k(weight).shape:
         return None
-    return kept
+    return operand
 
 
 def _check(gemm: Gemm) -> None:

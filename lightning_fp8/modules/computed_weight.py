@@ -33,4 +33,4 @@ def computed_by(layer: nn.Module) -> str | None:
     if not is_computed(layer):
         return None
     kinds: Any = layer.parametrizations["weight"]  # type: ignore[index]
-    return "its weight is computed by " + " and ".join(type(one).__name__.lstrip("_") for one in kinds)
+    return "its weight is computed by " + " and ".join(type(kind).__name__.lstrip("_") for kind in kinds)

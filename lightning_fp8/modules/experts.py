@@ -109,7 +109,7 @@ class Fp8Experts(Fp8Module):
         first, *others = self.fp8.values()
         slots, precision = first.slots, first.precision
         is_partial = not precision.in_fp8 or precision.in_bf16 or first.model.counts.values is not None
-        if is_partial or slots["input", True].current.blocks or any(one.precision != precision for one in others):
+        if is_partial or slots["input", True].current.blocks or any(gemm.precision != precision for gemm in others):
             return False
         output, formats = output_dtype(x), (slots["input", True].format, slots["grad_output", True].format)
         for name, dtype in zip(stack_names(self), (x.dtype, output), strict=True):
@@ -153,7 +153,7 @@ class Fp8Experts(Fp8Module):
         # one gradient for all experts, not one of the whole parameter for each; those in FP8 only have none
         weights = {name: stack if is_frozen(stack) else stack.unbind() for name, stack in stacks.items()}
         whole = {name: self._bias(name) for name in stacks}
-        biases = {name: [None] * len(stacks[name]) if one is None else one.unbind() for name, one in whole.items()}
+        biases = {name: [None] * len(stacks[name]) if bias is None else bias.unbind() for name, bias in whole.items()}
         first, down = weights
 
         def product(name: str, expert: int, x: Tensor) -> Tensor:

@@ -246,8 +246,8 @@ def activation_name(activation: Any) -> str | None:
             return "gelu" if activation.approximate == "none" else "gelu_tanh"
         if kind.__module__ == "transformers.activations":
             # each holds torch's function, or one that writes out the formula
-            held = activation.act if kind.__name__ in _HOLD_A_FUNCTION else None
-            return _OF_TRANSFORMERS.get(kind.__name__) if held is None else activation_name(held)
+            act = activation.act if kind.__name__ in _HOLD_A_FUNCTION else None
+            return _OF_TRANSFORMERS.get(kind.__name__) if act is None else activation_name(act)
         return _MODULES.get(kind)
     if isinstance(activation, functools.partial):
         is_tanh = activation.func is F.gelu and not activation.args and activation.keywords == {"approximate": "tanh"}

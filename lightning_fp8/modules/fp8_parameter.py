@@ -162,7 +162,7 @@ class Content:
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Content:
         """A copy with ``function`` applied to each tensor, for example to move it to another device."""
         tensors: dict[str, Any] = {
-            field: function(held) for field, held in vars(self).items() if isinstance(held, Tensor)
+            field: function(value) for field, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **tensors)
 
@@ -195,9 +195,9 @@ class Fp8Parameter(Tensor):
     @staticmethod
     def __new__(cls, content: Content, is_parameter: bool = False) -> Fp8Parameter:
         """A tensor with this content; torch treats any tensor marked with ``_is_param`` as a parameter."""
-        held = content.payload if content.changed is None else content.changed
-        shape = held.mT.shape if content.k_by_n and content.changed is None else held.shape
-        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=content.dtype, device=held.device)  # type: ignore[attr-defined]
+        tensor = content.payload if content.changed is None else content.changed
+        shape = tensor.mT.shape if content.k_by_n and content.changed is None else tensor.shape
+        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=content.dtype, device=tensor.device)  # type: ignore[attr-defined]
         weight.content = content
         weight._is_param = is_parameter
         return weight  # type: ignore[no-any-return]
@@ -235,16 +235,16 @@ class Fp8Parameter(Tensor):
 
     def applied(self, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
         """What ``nn.Module._apply`` makes of it: rounded again after a change of dtype; plain if it has no values."""
-        made = function(self) if self.is_fp8 else function(self.dequantized())
-        if isinstance(made, Fp8Parameter):
-            return as_parameter(made.content)
+        result = function(self) if self.is_fp8 else function(self.dequantized())
+        if isinstance(result, Fp8Parameter):
+            return as_parameter(result.content)
         if not self.is_fp8:
-            return as_parameter(replace(self.content, changed=made, dtype=made.dtype))
-        content, is_castable = self.content, made.dtype in CASTABLE_DTYPES and not made.is_meta
-        if content.largest is None and is_castable and torch.equal(made, self.dequantized().to(made)):
+            return as_parameter(replace(self.content, changed=result, dtype=result.dtype))
+        content, is_castable = self.content, result.dtype in CASTABLE_DTYPES and not result.is_meta
+        if content.largest is None and is_castable and torch.equal(result, self.dequantized().to(result)):
             # only the dtype is another one: codes that came with their scales are never rounded
-            return as_parameter(replace(content.mapped(lambda held: held.to(made.device)), dtype=made.dtype))
-        plain = nn.Parameter(made, requires_grad=False)
+            return as_parameter(replace(content.mapped(lambda tensor: tensor.to(result.device)), dtype=result.dtype))
+        plain = nn.Parameter(result, requires_grad=False)
         again = frozen(plain, content.name, content.k_by_n, content.blocks)
         return plain if again is None else again
 
@@ -303,12 +303,12 @@ class Fp8Parameter(Tensor):
         return Fp8Parameter, (self.content, isinstance(self, nn.Parameter))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = self.content.format.name if self.is_fp8 else "values"
-        return f"Fp8Parameter({tuple(self.shape)}, {held}, {self.dtype})"
+        kind = self.content.format.name if self.is_fp8 else "values"
+        return f"Fp8Parameter({tuple(self.shape)}, {kind}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool, Fp8Format, bool]]:
         # for `torch.compile`
-        fields = [field for field, held in vars(self.content).items() if isinstance(held, Tensor)]
+        fields = [field for field, value in vars(self.content).items() if isinstance(value, Tensor)]
         return fields, (self.dtype, self.content.k_by_n, self.content.format, self.content.is_frozen)
 
     def _stable_hash_for_caching(self) -> str:
@@ -339,19 +339,19 @@ class Fp8Parameter(Tensor):
                     " values."
                 )
             if func is _aten.select.int and weight.dim() == 3 and weight.is_fp8 and args[1] == 0:
-                return Fp8Parameter(weight.content.mapped(lambda held: held[args[2]]))
+                return Fp8Parameter(weight.content.mapped(lambda tensor: tensor[args[2]]))
             if func is _aten._to_copy.default and weight.is_fp8 and kwargs.get("dtype") in (None, weight.dtype):
                 place = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
-                return Fp8Parameter(weight.content.mapped(lambda held: func(held, **place)))
-        written = {id(one.content): one for one in _written(func, args, kwargs)}
+                return Fp8Parameter(weight.content.mapped(lambda tensor: func(tensor, **place)))
+        written = {id(parameter.content): parameter for parameter in _written(func, args, kwargs)}
         values: dict[int, Tensor] = {}
 
-        def plain(one: Fp8Parameter) -> Tensor:
-            return values.setdefault(id(one.content), one.dequantized())
+        def plain(tensor: Fp8Parameter) -> Tensor:
+            return values.setdefault(id(tensor.content), tensor.dequantized())
 
         result = func(*tree_map_only(Fp8Parameter, plain, args), **tree_map_only(Fp8Parameter, plain, kwargs))
-        for key, one in written.items():
-            one.content.take(values[key], rounds=func in (_aten.copy_.default, _aten._foreach_copy_.default))
+        for key, parameter in written.items():
+            parameter.content.take(values[key], rounds=func in (_aten.copy_.default, _aten._foreach_copy_.default))
         is_weight = isinstance(weight, Fp8Parameter) and result is values.get(id(weight.content))
         return weight if is_weight else result
 
@@ -364,10 +364,10 @@ def _is_all_of(weight: Fp8Parameter, func: Any, args: tuple[Any, ...]) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Fp8Parameter]:
     """The weights that an operator changes in place."""
     arguments = func._schema.arguments
-    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
-    for argument, value in zip(arguments, given, strict=True):
+    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    for argument, value in zip(arguments, values, strict=True):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (one for one in tree_leaves(value) if isinstance(one, Fp8Parameter))
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Fp8Parameter))
 
 
 class _Place(torch.autograd.Function):
@@ -472,7 +472,7 @@ def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]
     For ``[E, N, K]`` all have a leading E.
     """
     if weight.dim() == 3:
-        return tuple(map(torch.stack, zip(*(quantized(one, blocks) for one in weight))))  # type: ignore[return-value]
+        return tuple(map(torch.stack, zip(*(quantized(mat, blocks) for mat in weight))))  # type: ignore[return-value]
     with torch.inference_mode(False), torch.no_grad():
         weight = weight.detach().contiguous()
         index = torch.zeros(1, dtype=torch.int64, device=weight.device)
@@ -492,8 +492,8 @@ def dequantized(
     if payload.dim() == 3:
         # one by one, for the memory of the fp32 values
         out = torch.empty(payload.shape, dtype=dtype, device=payload.device)
-        for at, one in enumerate(payload):
-            out[at] = dequantized(one, scale_inv[at], None if amax is None else amax[at], dtype, format)
+        for at, matrix in enumerate(payload):
+            out[at] = dequantized(matrix, scale_inv[at], None if amax is None else amax[at], dtype, format)
         return out
     codes = payload.view(format.dtype).float()
     values = codes * by_element(scale_inv, codes)
@@ -515,8 +515,8 @@ def _as_matrices(scale: Tensor, weight: Tensor) -> Tensor:
 def _relative_error(rounded: Tensor, values: Tensor) -> float:
     """Relative RMS error of ``rounded``."""
     norms = [
-        (float((one.float() - other.float()).norm()), float(other.float().norm()))
-        for one, other in zip(_matrices(rounded), _matrices(values), strict=True)
+        (float((matrix.float() - exact.float()).norm()), float(exact.float().norm()))
+        for matrix, exact in zip(_matrices(rounded), _matrices(values), strict=True)
     ]
     error, whole = (math.hypot(*of) for of in zip(*norms, strict=True))
     return error / whole

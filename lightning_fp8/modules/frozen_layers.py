@@ -60,9 +60,9 @@ def free_masters(layer: Layer) -> None:
     for weight, gemms in gemms_by_weight(layer):
         first = gemms[0]
         fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
-        made = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.blocks) if fp8_only else None
-        if made is not None:
-            replace_weight(cast(nn.Module, layer), gemms, weight, made)
+        parameter = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.blocks) if fp8_only else None
+        if parameter is not None:
+            replace_weight(cast(nn.Module, layer), gemms, weight, parameter)
     for gemm, weight in layer.gemms():
         if is_frozen(weight) and weight.is_fp8:
             # compiled code does not store it in the state
@@ -71,19 +71,19 @@ def free_masters(layer: Layer) -> None:
 
 def gemms_by_weight(layer: Layer) -> list[tuple[Tensor, list[Gemm]]]:
     """Each of the layer's own weights, with the GEMMs that use it: several for experts."""
-    found: dict[int, tuple[Tensor, list[Gemm]]] = {}
+    groups: dict[int, tuple[Tensor, list[Gemm]]] = {}
     for gemm, weight in layer.gemms():
-        found.setdefault(id(weight), (weight, []))[1].append(gemm)
-    return list(found.values())
+        groups.setdefault(id(weight), (weight, []))[1].append(gemm)
+    return list(groups.values())
 
 
 def save_values(layer: Layer, saved: dict[str, Any], prefix: str) -> None:
     """Replace the layer's frozen FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
-    held = frozen_parameters(cast(nn.Module, layer))
-    for name, weight in held.items():
+    parameters = frozen_parameters(cast(nn.Module, layer))
+    for name, weight in parameters.items():
         saved[f"{prefix}{name}"] = weight.dequantized()
     model = next(iter(layer.fp8.values())).model
-    if what_was_rounded(held.values()) is not None and model.notices.is_first("rounding"):
+    if what_was_rounded(parameters.values()) is not None and model.notices.is_first("rounding"):
         warnings.warn(
             f"state_dict: {what_was_rounded(cast(Gemm, gemm).weight for gemm in model.gemms.values())}. It holds the"
             " rounded values, in the dtypes of the masters. Where that is not what you want, save the adapters only,"
@@ -101,12 +101,12 @@ def frozen_parameters(layer: nn.Module) -> dict[str, Fp8Parameter]:
 @contextmanager
 def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, Fp8Parameter]]:
     """Take FP8 parameters out of the layer: ``nn.Module._apply`` would replace their ``.data``, or swap them."""
-    held = frozen_parameters(layer)
-    layer._parameters.update(dict.fromkeys(held))
+    parameters = frozen_parameters(layer)
+    layer._parameters.update(dict.fromkeys(parameters))
     try:
-        yield held
+        yield parameters
     finally:
-        layer._parameters.update(cast(dict[str, nn.Parameter], held))
+        layer._parameters.update(cast(dict[str, nn.Parameter], parameters))
 
 
 def replace_weight(layer: nn.Module, gemms: Sequence[Gemm], former: Tensor, new: nn.Parameter) -> None:

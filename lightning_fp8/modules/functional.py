@@ -85,60 +85,60 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     Raises:
         NotImplementedError: for a ``DTensor``.
     """
-    precision, kept = gemm.precision, gemm.weight_cast
+    precision, weight_cast = gemm.precision, gemm.weight_cast
     weight = parameter if part is None else part
     if not precision.in_fp8 or (precision.in_bf16 and not _needs_cast(precision)):
         if not precision.in_fp8 and not torch.compiler.is_compiling():
-            kept.drop()
+            weight_cast.drop()
         check_whole(gemm, parameter)
         return Fp8Weight(gemm.n_by_k(weight), None)
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = torch.is_grad_enabled()
-    may_keep = kept.is_kept and (record or kept.assumptions > 0) and can_keep_copies(parameter)
-    made = kept.get(parameter) if may_keep else None
+    may_keep = weight_cast.is_kept and (record or weight_cast.assumptions > 0) and can_keep_copies(parameter)
+    operand = weight_cast.get(parameter) if may_keep else None
     if (
-        made is not None
-        and (not keep_columns or made.by_columns.dim() == 2)
+        operand is not None
+        and (not keep_columns or operand.by_columns.dim() == 2)
         and (parameter.requires_grad or not _must_count(gemm, record))
     ):
-        return Fp8Weight(weight.t() if kept.k_by_n else weight, made, True)
+        return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, operand, True)
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
     if is_held(parameter):
         return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
-    if kept.fp8_only or is_frozen(parameter):
+    if weight_cast.fp8_only or is_frozen(parameter):
         parameter = with_master(gemm, parameter)
         weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
-    if kept.compiled_cast_is_current and is_dynamo_compiling():
-        return Fp8Weight(weight, kept.compiled_cast)
-    made = cast_stale(gemm, parameter) if may_keep and record else None
-    if made is None:
+    if weight_cast.compiled_cast_is_current and is_dynamo_compiling():
+        return Fp8Weight(weight, weight_cast.compiled_cast)
+    operand = cast_stale(gemm, parameter) if may_keep and record else None
+    if operand is None:
         with normal_tensors() if may_keep else nullcontext():
-            made = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
+            operand = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
         if may_keep:
-            kept.put(parameter, made)
-            if kept.assumptions and not on_gpu(parameter):
+            weight_cast.put(parameter, operand)
+            if weight_cast.assumptions and not on_gpu(parameter):
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
-                ops.keep_values(made)
-    return Fp8Weight(weight, made, may_keep)
+                ops.keep_values(operand)
+    return Fp8Weight(weight, operand, may_keep)
 
 
 def cast_stack(gemms: Sequence[Gemm], stack: Tensor, record: bool) -> Fp8Operand:
     """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``."""
-    kept = gemms[0].weight_cast
-    may_keep = kept.is_kept and isinstance(stack, nn.Parameter) and (record or kept.assumptions > 0)
+    weight_cast = gemms[0].weight_cast
+    may_keep = weight_cast.is_kept and isinstance(stack, nn.Parameter) and (record or weight_cast.assumptions > 0)
     if may_keep and can_keep_copies(stack):
         parts = zip(gemms, stack.detach().unbind(), strict=True)
-        made = [cast(Fp8Operand, cast_weight(gemm, stack, record, part).operand) for gemm, part in parts]
+        operands = [cast(Fp8Operand, cast_weight(gemm, stack, record, part).operand) for gemm, part in parts]
     else:
         if not torch.compiler.is_compiling():
             gemms[0].model.on_stale_weight(gemms[0])
-        made = cast_together([(gemm, stack) for gemm in gemms], [None] * len(gemms), record)
-    rows, columns, scale_inv = map(as_stack, list(zip(*made, strict=True))[:3])
-    return Fp8Operand(rows, columns, scale_inv, scale_inv, made[0].format)
+        operands = cast_together([(gemm, stack) for gemm in gemms], [None] * len(gemms), record)
+    rows, columns, scale_inv = map(as_stack, list(zip(*operands, strict=True))[:3])
+    return Fp8Operand(rows, columns, scale_inv, scale_inv, operands[0].format)
 
 
 def _must_count(gemm: Gemm, record: bool) -> bool:
@@ -174,14 +174,14 @@ def cast_input(
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
     circumstances = record, gemm.model.changes, gemm.model.histories_fit
-    made: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
-    if made is None or (keep and made.by_columns.dim() != 2) or (by_rows and made.by_rows.dim() != 2):
+    operand: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
+    if operand is None or (keep and operand.by_columns.dim() != 2) or (by_rows and operand.by_rows.dim() != 2):
         by_columns = keep or (torch.is_grad_enabled() and gemm.sharers_need_columns())
-        made = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
+        operand = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
         # a cast that records may begin the histories anew
         circumstances = record, gemm.model.changes, gemm.model.histories_fit
-        shared.put("fp8", gemm.module, x, circumstances, made)
-    return made
+        shared.put("fp8", gemm.module, x, circumstances, operand)
+    return operand
 
 
 def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
@@ -241,11 +241,11 @@ def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     # a compiler merges these casts by itself
     if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
         return x.detach().to(dtype)
-    made: Tensor | None = shared.take("rounded", gemm.module, x, (dtype,))
-    if made is None:
-        made = x.detach().to(dtype)
-        shared.put("rounded", gemm.module, x, (dtype,), made)
-    return made
+    values: Tensor | None = shared.take("rounded", gemm.module, x, (dtype,))
+    if values is None:
+        values = x.detach().to(dtype)
+        shared.put("rounded", gemm.module, x, (dtype,), values)
+    return values
 
 
 def let_go_of_input(gemm: Gemm) -> None:
@@ -269,12 +269,12 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
         return bias.detach()
     if not keep:
         return bias.detach().to(dtype)
-    kept = gemm.bias_cast.get(bias)
-    if kept is None or kept.dtype != dtype:
+    bias_cast = gemm.bias_cast.get(bias)
+    if bias_cast is None or bias_cast.dtype != dtype:
         with normal_tensors():
-            kept = bias.detach().to(dtype)
-        gemm.bias_cast.put(bias, kept)
-    return kept
+            bias_cast = bias.detach().to(dtype)
+        gemm.bias_cast.put(bias, bias_cast)
+    return bias_cast
 
 
 def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:
@@ -292,17 +292,17 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
             f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
             " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
         )
-    shape, given = weight.shape, x.shape
+    shape, input_shape = weight.shape, x.shape
     features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0
     if not features:
         raise ValueError(
             f"{_called(module)}: the weight must have two dimensions and at least one input feature, got the shape"
             f" {tuple(shape)}."
         )
-    if not given or given[-1] != features:
+    if not input_shape or input_shape[-1] != features:
         raise ValueError(
             f"{_called(module)}: the last dimension of the {what} must be {features}, the input features of the"
-            f" weight, got the shape {tuple(given)}."
+            f" weight, got the shape {tuple(input_shape)}."
         )
 
 

@@ -44,8 +44,8 @@ class Fp8FeedForward(nn.Module):
     form: ClassVar[Form]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
-        return _new, (self.plain_class, self.form), *made[2:]
+        reduce_value = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        return _new, (self.plain_class, self.form), *reduce_value[2:]
 
 
 def _new(plain_class: type[nn.Module], form: Form) -> nn.Module:
@@ -68,27 +68,27 @@ def fuse_feed_forward(modules: Iterable[nn.Module]) -> None:
 
 def behind_swiglu(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The linear layers whose input is ``silu(gate(x)) * up(x)``, in blocks of a known form."""
-    found: set[nn.Module] = set()
+    layers: set[nn.Module] = set()
     for module in modules:
         form = known_form(module, plain_class(module))
         for block in [] if form is None else _blocks(module, form):
             if (len(block.first) == 2 or block.packed) and activation_name(block.activation) == "silu":
-                found.add(adapted_layer(block.second))
-    return found
+                layers.add(adapted_layer(block.second))
+    return layers
 
 
 def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """For each linear layer of a feed-forward block of a known form, whether it runs fused, and why not."""
-    found: dict[nn.Module, str] = {}
+    texts: dict[nn.Module, str] = {}
     for module in modules:
         for base in plain_class(module).__mro__:
             form = known_form(module, base) if issubclass(base, nn.Module) else None
             if form is not None:
                 for block in _blocks(module, form):
                     layers = [adapted_layer(part) for part in (*block.first, block.second)]
-                    found.update(dict.fromkeys(layers, _note(module, base, form, block)))
+                    texts.update(dict.fromkeys(layers, _note(module, base, form, block)))
                 break
-    return found
+    return texts
 
 
 def _note(module: nn.Module, base: type[nn.Module], form: Form, block: FeedForward) -> str:
@@ -179,7 +179,7 @@ def _can_be_fused(block: FeedForward) -> bool:
     """Whether the block meets the conditions that conversion decides; the others may change from call to call."""
     layers = [*block.first, block.second]
     return activation_name(block.activation) is not None and all(
-        own_class(one) in LinearForward.family and not is_computed(one) for one in layers
+        own_class(layer) in LinearForward.family and not is_computed(layer) for layer in layers
     )
 
 

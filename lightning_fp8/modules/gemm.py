@@ -82,13 +82,13 @@ class Gemm:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner; its histories belong to its weight as
         # they do here
         reference = None if self.reference is None or self.is_known() else Stamped()
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("slots", "stack_slots")}
-        return {**kept, "_owner": None, "reference": reference}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("slots", "stack_slots")}
+        return {**state, "_owner": None, "reference": reference}
 
     def belong_to(self, layer: Layer, name: str) -> None:
         """Set the layer that owns the GEMM, and the layer's name for it."""
         weight = layer.gemm_weights(layer)[name]
-        parameter = next((key for key, one in layer._parameters.items() if one is weight), None)
+        parameter = next((key for key, candidate in layer._parameters.items() if candidate is weight), None)
         self._owner = _Owner(weakref.ref(layer), name, parameter)
         self.weight_cast.part = int(name.rpartition(".")[2]) if layer.weights_are_stacked else None
         self.weight_cast.k_by_n = layer.weight_is_k_by_n
@@ -163,11 +163,11 @@ class Gemm:
         layer = None if owner is None else owner.layer()
         if layer is None or owner is None:
             return []
-        is_held, kept = owner.parameter in layer._parameters, self.weight_cast
-        found = [layer._parameters[owner.parameter]] if is_held else [*cast(nn.Module, layer).parameters()]
-        if any(map(is_sharded, found)):
-            kept.sharded = found
-        sources = kept.sharded or found
+        is_held, weight_cast = owner.parameter in layer._parameters, self.weight_cast
+        parameters = [layer._parameters[owner.parameter]] if is_held else [*cast(nn.Module, layer).parameters()]
+        if any(map(is_sharded, parameters)):
+            weight_cast.sharded = parameters
+        sources = weight_cast.sharded or parameters
         # while FSDP1 has gathered it, it is no parameter
         return cast(list[Tensor], sources) if sources and isinstance(sources[0], nn.Parameter) else []
 

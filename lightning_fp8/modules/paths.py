@@ -51,13 +51,13 @@ def matches(path: str, patterns: Sequence[str]) -> bool:
 
 def topmost_matches(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """The modules that match a pattern and are inside no other matching module."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for path, layer in named_modules(module):
         if layer not in inside and matches(path, patterns):
-            found.append(layer)
+            layers.append(layer)
             inside.update(layer.modules())
-    return found
+    return layers
 
 
 def modules_inside(module: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:

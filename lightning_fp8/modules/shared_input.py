@@ -42,9 +42,9 @@ class SharedInput:
         if module == self.modules[0]:
             return None
         # read once: another thread may replace it
-        made = self._made.pop(kind, None) if module == self.modules[-1] else self._made.get(kind)
-        is_valid = made is not None and made.x() is x and made.circumstances == _now(x, circumstances)
-        return made.value if made is not None and is_valid else None
+        entry = self._made.pop(kind, None) if module == self.modules[-1] else self._made.get(kind)
+        is_valid = entry is not None and entry.x() is x and entry.circumstances == _now(x, circumstances)
+        return entry.value if entry is not None and is_valid else None
 
     def put(self, kind: str, module: int, x: Tensor, circumstances: tuple[Hashable, ...], value: Any) -> None:
         """Keep what a layer, given by its position, has made of ``x``, for the later layers and while ``x`` exists.
@@ -53,8 +53,8 @@ class SharedInput:
         """
         if module == self.modules[-1]:
             return
-        made = self._made.get(kind)
-        if module == self.modules[0] or made is None or made.x() is x:
+        entry = self._made.get(kind)
+        if module == self.modules[0] or entry is None or entry.x() is x:
             self._made[kind] = _Made(weakref.ref(x, self._drop_with), _now(x, circumstances), value)
 
     def pass_by(self, module: int) -> None:
@@ -63,8 +63,8 @@ class SharedInput:
             self._made.clear()
 
     def _drop_with(self, x: weakref.ref[Tensor]) -> None:
-        for kind, made in list(self._made.items()):
-            if made.x is x:
+        for kind, entry in list(self._made.items()):
+            if entry.x is x:
                 self._made.pop(kind, None)
 
 

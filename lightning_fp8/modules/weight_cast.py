@@ -121,11 +121,11 @@ def assume_unchanged(casts: Iterable[KeptCast[Any]]) -> Iterator[None]:
     """
     casts = list(casts)
     with _LOCK:
-        for one in casts:
-            one.assumptions += 1
+        for cast in casts:
+            cast.assumptions += 1
     try:
         yield
     finally:
         with _LOCK:
-            for one in casts:
-                one.assumptions -= 1
+            for cast in casts:
+                cast.assumptions -= 1

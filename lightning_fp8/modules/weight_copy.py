@@ -51,11 +51,11 @@ class WeightCopyModule(nn.Module):
         if not can_keep_copies(parameter) or parameter.dtype == dtype:
             return parameter
         cache = self.copies[name]
-        kept = cache.get(parameter)
-        if kept is None or kept.dtype != dtype:
-            kept = parameter.detach().to(dtype)
-            cache.put(parameter, kept)
-        return _CopyOf.apply(parameter, kept)
+        copy = cache.get(parameter)
+        if copy is None or copy.dtype != dtype:
+            copy = parameter.detach().to(dtype)
+            cache.put(parameter, copy)
+        return _CopyOf.apply(parameter, copy)
 
 
 class WeightCopyLinear(WeightCopyModule, nn.Linear):
