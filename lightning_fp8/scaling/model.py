@@ -111,7 +111,7 @@ class Fp8Model:
     def on_input_owners(self) -> None:
         """Other modules record their input in the row of another one."""
         row_of, owners = self.state.row_of, self.state.input_owners
-        rows = [(row_of(one, "input"), row_of(other, "input")) for one, other in owners.items()]
+        rows = [(row_of(sharer, "input"), row_of(owner, "input")) for sharer, owner in owners.items()]
         with torch.inference_mode(False):
             self.shared_rows = torch.tensor(rows, dtype=torch.int64, device=self.state.device).view(-1, 2).t()
 
@@ -120,7 +120,7 @@ class Fp8Model:
         self.changes += 1
         self.forget_histories()
         state = self.state
-        is_current = [one.is_current and state.recipe.from_history for one in state.precisions]
+        is_current = [precision.is_current and state.recipe.from_history for precision in state.precisions]
         rows = [row for row in range(state.delayed) if is_current[state.module_of(row)]]
         with torch.inference_mode(False):
             # pinned, so that nothing waits

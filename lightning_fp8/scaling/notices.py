@@ -134,10 +134,10 @@ class Notices:
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
     def _report_nonfinite(self, state: Scales) -> None:
-        found = self._nonfinite.look(state)
-        if found is None:
+        event = self._nonfinite.look(state)
+        if event is None:
             return
-        rows, step = found
+        rows, step = event
         # every process sees a reduced amax, so only the first one warns
         is_reduced = state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
         if not is_reduced or not dist.get_rank():

@@ -61,7 +61,7 @@ def _models_of(optimizer: Optimizer) -> _Changed:
     if looked_at != now:
         ids = {*map(id, parameters)}
         weights = ((model, ids.intersection(map(id, model.sources()))) for model in list(_models))
-        changed = [(weakref.ref(model), found) for model, found in weights if found]
+        changed = [(weakref.ref(model), model_ids) for model, model_ids in weights if model_ids]
         _changed_by[optimizer] = now, changed
     return changed
 

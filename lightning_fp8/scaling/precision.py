@@ -70,10 +70,10 @@ class LayerPrecision:
     def choose(self, choices: dict[Origin, Choice]) -> None:
         """Set what some of the origins ask for."""
         self.choices = {**self.choices, **choices}
-        asked = self.choices.values()
-        self.in_bf16 = tuple(product for product in PRODUCTS if any(product in one.in_bf16 for one in asked))
+        requests = self.choices.values()
+        self.in_bf16 = tuple(product for product in PRODUCTS if any(product in request.in_bf16 for request in requests))
         self.in_fp8 = len(self.in_bf16) < len(PRODUCTS)
-        self.is_current = any(one.is_current for one in asked)
+        self.is_current = any(request.is_current for request in requests)
 
     @property
     def fprop_in_fp8(self) -> bool:

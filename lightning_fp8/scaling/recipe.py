@@ -32,12 +32,12 @@ def _knows_its_fields(kind: type[_T]) -> type[_T]:
 
     @wraps(init)
     def checked(self: _T, *args: Any, **kwargs: Any) -> None:
-        known = _names(kind)
+        field_names = _names(kind)
         for name in kwargs:
-            if name not in known:
+            if name not in field_names:
                 raise TypeError(
-                    f"{kind.__name__} has no field {name!r}.{did_you_mean(str(name), known)} Its fields are"
-                    f" {', '.join(known)}."
+                    f"{kind.__name__} has no field {name!r}.{did_you_mean(str(name), field_names)} Its fields are"
+                    f" {', '.join(field_names)}."
                 )
         init(self, *args, **kwargs)
 
@@ -333,10 +333,10 @@ def recipe_fields(text: str) -> dict[str, Any]:
     """
     # at commas that are not inside brackets
     pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", f"precision={text}")]
-    found = {name: _value(value) for name, _, value in pairs}
-    if len(found) < len(pairs):
+    mapping = {name: _value(value) for name, _, value in pairs}
+    if len(mapping) < len(pairs):
         raise ValueError(f"A field is given twice in {text!r}.")
-    return found
+    return mapping
 
 
 def _value(text: str) -> Any:

@@ -88,8 +88,8 @@ def load_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]], str
                 f" both are loaded, the others are skipped.{misfit}",
                 stacklevel=2,
             )
-        known = {name: entries[name] for name in state.names[: state.delayed] if name in entries}
-        entries = {**to_entries(state), **known}
+        common_entries = {name: entries[name] for name in state.names[: state.delayed] if name in entries}
+        entries = {**to_entries(state), **common_entries}
     state.load_state_dict(entries)
 
 
@@ -97,8 +97,8 @@ def _misfit(state: Scales, entries: Mapping[str, Any], prefix: str = "") -> str:
     """The names that the entries and a state do not share, in words; empty if there are none."""
     missing = [name for name in state.names[: state.delayed] if name not in entries and name.startswith(prefix)]
     # checkpoints up to 0.5.0 have entries of weights
-    known = set(state.names)
-    unexpected = [name for name in entries if name not in known]
+    names = set(state.names)
+    unexpected = [name for name in entries if name not in names]
     return _listing("In the model but not in the checkpoint", missing) + _listing(
         "In the checkpoint but not in the model", unexpected
     )

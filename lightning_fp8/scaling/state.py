@@ -177,18 +177,18 @@ class ScalingState(Joinable):
     @property
     def rows_in_fp8(self) -> Tensor:
         """``[R] bool`` on the CPU: whether each tensor is cast to FP8 for any product of its module."""
-        return torch.tensor([one.casts(role) for role in LAYOUT for one in self.precisions], dtype=torch.bool)
+        return torch.tensor([layer.casts(role) for role in LAYOUT for layer in self.precisions], dtype=torch.bool)
 
     @property
     def current_modules(self) -> tuple[str, ...]:
         """Names of the modules that a move keeps on the scales of their own values in place of histories."""
-        is_current = (one.of("move").is_current and self.recipe.from_history for one in self.precisions)
+        is_current = (layer.of("move").is_current and self.recipe.from_history for layer in self.precisions)
         return tuple(itertools.compress(self.module_names, is_current))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """Names of the layers that have fallen back."""
-        return tuple(itertools.compress(self.module_names, (one.of("move").is_bf16 for one in self.precisions)))
+        return tuple(itertools.compress(self.module_names, (layer.of("move").is_bf16 for layer in self.precisions)))
 
     @torch.no_grad()
     def switch(self, origin: Origin, choices: Mapping[int, Choice]) -> None:
@@ -269,7 +269,7 @@ class ScalingState(Joinable):
         In a checkpoint of layers that recorded separately, the history of a layer that never ran in FP8 is empty.
         """
         filled = (self.amax_history[0] > 0).tolist()
-        pairs = [(self.row_of(one, "input"), self.row_of(other, "input")) for one, other in self.input_owners.items()]
+        pairs = [(self.row_of(user, "input"), self.row_of(owner, "input")) for user, owner in self.input_owners.items()]
         for sharer, owner in pairs:
             # these may be amaxes of micro-batches that wait for their update; inf and NaN stay
             self.amax.data[owner] = torch.maximum(self.amax[owner], self.amax[sharer])
