@@ -15,6 +15,6 @@ def source(kernel: str) -> str:
     """
     path = _FOLDER / f"{kernel}.cu"
     if not path.is_file():
-        known = ", ".join(sorted(found.stem for found in _FOLDER.glob("*.cu")))
-        raise ValueError(f"There is no kernel source {kernel!r}; there are: {known}.")
+        names = ", ".join(sorted(file.stem for file in _FOLDER.glob("*.cu")))
+        raise ValueError(f"There is no kernel source {kernel!r}; there are: {names}.")
     return path.read_text()

@@ -140,11 +140,11 @@ def _tensors(
 
 def _outputs(result: Result) -> tuple[int, ...]:
     """``struct Outputs``."""
-    payloads = (None if one is None else one[0] for one in (result.by_rows, result.by_columns))
+    payloads = (None if pair is None else pair[0] for pair in (result.by_rows, result.by_columns))
     return *map(address, payloads), address(result.column_sums)
 
 
 def _scales(result: Result) -> tuple[int, ...]:
     """``struct Scales``."""
-    scales = (None if one is None else one[1] for one in (result.by_rows, result.by_columns))
+    scales = (None if pair is None else pair[1] for pair in (result.by_rows, result.by_columns))
     return *map(address, scales), *map(address, result.recorded or (None, None))

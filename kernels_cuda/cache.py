@@ -57,15 +57,15 @@ def check_folder(folder: Path) -> None:
         Untrusted: for such a folder.
         OSError: if there is none.
     """
-    found = folder.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    why = _why_untrusted(found)
+    why = _why_untrusted(status)
     if why is None:
         return
     mend = "Set LIGHTNING_FP8_CACHE_DIR to a folder of your own"
     # not for a shared folder such as /tmp, which is meant to be written by many
-    if found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX:
+    if status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX:
         mend = f"Run `chmod -R go-w {folder}`, or set LIGHTNING_FP8_CACHE_DIR to another folder"
     raise Untrusted(f"The cache folder {folder} is not used: {why}. {mend}.")
 
@@ -84,12 +84,12 @@ def read(path: Path) -> bytes:
             raise
         raise Untrusted(f"{path} is not used: it is a symbolic link. Delete it.") from error
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise Untrusted(f"{path} is not used: it is not a regular file. Delete it.")
-        why = _why_untrusted(found)
+        why = _why_untrusted(status)
         if why is not None:
-            mend = f"or run `chmod go-w {path}`" if found.st_uid == os.geteuid() else "or let root own it"
+            mend = f"or run `chmod go-w {path}`" if status.st_uid == os.geteuid() else "or let root own it"
             raise Untrusted(f"{path} is not used: {why}. Delete it, {mend}.")
         return file.read()
 
@@ -145,14 +145,14 @@ def _make(folder: Path) -> None:
             raise
 
 
-def _why_untrusted(found: os.stat_result) -> str | None:
+def _why_untrusted(status: os.stat_result) -> str | None:
     if not hasattr(os, "geteuid"):
         return None
-    if found.st_uid not in (0, os.geteuid()):
-        return f"it belongs to user {found.st_uid}, who is neither you (user {os.geteuid()}) nor root"
-    if found.st_mode & _FOREIGN_WRITE:
-        who = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
-        return f"{who} may write there (mode {stat.S_IMODE(found.st_mode):o})"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}, who is neither you (user {os.geteuid()}) nor root"
+    if status.st_mode & _FOREIGN_WRITE:
+        who = "everybody" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
+        return f"{who} may write there (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 
 

@@ -166,15 +166,15 @@ def cast_gated(
     widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None and tensor.numel()}
     (width,) = widths or {columns}
     shape = (stride, dy_stride, rows, columns)
-    outputs, up_outputs = ([address(one.y), address(one.y_t), address(one.column_sums)] for one in (result, second))
+    outputs, up_outputs = ([address(out.y), address(out.y_t), address(out.column_sums)] for out in (result, second))
     row_bytes, payloads = (stride | dy_stride) * size, (outputs[0] | up_outputs[0], outputs[1] | up_outputs[1])
     flags = aligned(x_at | up_at | dy_at, row_bytes, *payloads, width)
-    if any(one.current_amax is not None for one in (result, second)):
+    if any(out.current_amax is not None for out in (result, second)):
         loads, measuring, of_up_measuring = flags & _LOADS, _measuring(result), _measuring(second)
         kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
-        for one in results:
-            if one.current_amax is not None and one.after_measuring is not None:
-                one.after_measuring(one.current_amax)
+        for out in results:
+            if out.current_amax is not None and out.after_measuring is not None:
+                out.after_measuring(out.current_amax)
     casting, of_up_casting = _casting(result), _casting(second)
     kernel(grid, x_at, dy_at, *outputs, *shape, flags, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
 
@@ -260,7 +260,7 @@ def weight_table(weights: Sequence[Weight], squares: bool = False, mx: bool = Fa
         flags = aligned(x_at, x.stride(0) * x.element_size(), y_at, y_t_at, columns)
         # two 32-bit fields a word, the first in the lower half
         words += [x_at, 0, y_at, y_t_at, 0, x.stride(0), 0, rows | columns << 32, flags, address(index)]
-        words += [current_amax.data_ptr() + 4 * number, *(one.data_ptr() for one in inverse)]
+        words += [current_amax.data_ptr() + 4 * number, *(scales.data_ptr() for scales in inverse)]
         words.append(list(INPUTS).index(x.dtype))
         tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // (TILE_ROWS if in_blocks else TILE_COLUMNS)))
     if count == 1:
@@ -278,15 +278,15 @@ def weight_table(weights: Sequence[Weight], squares: bool = False, mx: bool = Fa
 def _new_scales(weights: Sequence[Weight], squares: bool) -> tuple[list[Tensor], list[Tensor]]:
     shapes = [[-(-size // TILE_ROWS) for size in weight.x.shape] if squares else [] for weight in weights]
     parts = torch.empty(sum(map(math.prod, shapes)), dtype=torch.float32, device=weights[0].x.device)
-    made = [one.view(shape) for one, shape in zip(parts.split([*map(math.prod, shapes)]), shapes, strict=True)]
-    return made, [one.t() for one in made] if squares else made
+    scales = [part.view(shape) for part, shape in zip(parts.split([*map(math.prod, shapes)]), shapes, strict=True)]
+    return scales, [scale.t() for scale in scales] if squares else scales
 
 
 def _new_mx_scales(weights: Sequence[Weight]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     # a weight's transpose has as many tiles; apart, as what one operator returns shares no memory
     sizes = [math.prod(-(-size // TILE_ROWS) for size in weight.x.shape) * SCALE_TILE for weight in weights]
-    made = (torch.empty(sum(sizes), dtype=torch.uint8, device=weights[0].x.device) for _ in range(2))
-    first, second = (parts.split(sizes) for parts in made)
+    buffers = (torch.empty(sum(sizes), dtype=torch.uint8, device=weights[0].x.device) for _ in range(2))
+    first, second = (parts.split(sizes) for parts in buffers)
     return first, second
 
 

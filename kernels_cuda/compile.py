@@ -211,9 +211,9 @@ def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
     """
     text, included = source(family), headers()
     stem = _stem(family, arch, text, included, defines)
-    kept = _kept(stem)
-    if kept is not None:
-        return kept
+    path = _kept(stem)
+    if path is not None:
+        return path
     content, _ = compile_source(family, text, arch, defines, included)
     folder = cache_folder()
     try:
@@ -246,8 +246,8 @@ def _stem(family: str, arch: str, text: str, included: Mapping[str, str], define
 
 def cached_by_version() -> dict[str, int]:
     """How many cubins the cache folder holds, by the version of the NVRTC that compiled them: ``{"13.0": 273}``."""
-    found = (_BY_VERSION.search(path.name) for path in cache_folder().glob("*.cubin"))
-    return dict(sorted(Counter(match["version"] for match in found if match is not None).items()))
+    matches = (_BY_VERSION.search(path.name) for path in cache_folder().glob("*.cubin"))
+    return dict(sorted(Counter(match["version"] for match in matches if match is not None).items()))
 
 
 def _kept(stem: str) -> Path | None:

@@ -98,7 +98,7 @@ def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configur
     """
     if capability == (9, 0):
         # two accumulators of 128 x 256 do not fit into a thread's registers
-        return tuple(one for one in _SM90 if not (promote and one.block_n == 256))
+        return tuple(configuration for configuration in _SM90 if not (promote and configuration.block_n == 256))
     # Ada and the consumer GPUs of Blackwell; sm_100 has different FP8 instructions
     return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
 
