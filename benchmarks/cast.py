@@ -57,19 +57,19 @@ _QUOTIENTS = Tolerance(relative={"scale_inv": 5e-7, "scale": 5e-7})
 
 def difference(got: Results, expected: Results, tolerance: Tolerance = EXACT) -> str | None:
     """None if all results agree, else the first that does not: ``"another payload"``."""
-    for what, tensors in expected.items():
-        for number, (mine, theirs) in enumerate(zip(got[what], tensors, strict=True)):
-            if not _same(what, mine, theirs, tolerance):
-                return f"another {what}" + (f" of tensor {number}" if len(tensors) > 1 else "")
+    for name, tensors in expected.items():
+        for number, (mine, theirs) in enumerate(zip(got[name], tensors, strict=True)):
+            if not _same(name, mine, theirs, tolerance):
+                return f"another {name}" + (f" of tensor {number}" if len(tensors) > 1 else "")
     return None
 
 
-def _same(what: str, got: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
+def _same(name: str, got: Tensor, expected: Tensor, tolerance: Tolerance) -> bool:
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if got.dtype.itemsize == 1:
         return same_codes(got, expected, tolerance.codes)
-    limits = tolerance.relative.get(what, 0.0), tolerance.absolute.get(what, 0.0)
+    limits = tolerance.relative.get(name, 0.0), tolerance.absolute.get(name, 0.0)
     return torch.allclose(got, expected, rtol=limits[0], atol=limits[1])
 
 
@@ -225,7 +225,7 @@ def cast_in_blocks(rows: int, columns: int, is_weight: bool = False, mx: bool = 
 
         def variant(name: str, cast: Callable[..., Any], other: Callable[..., Any]) -> Variant:
             def check() -> str | None:
-                got, expected = (by_name(_NAMES_IN_BLOCKS, one(x[0], *rest)) for one in (cast, other))
+                got, expected = (by_name(_NAMES_IN_BLOCKS, function(x[0], *rest)) for function in (cast, other))
                 return difference(got, expected)
 
             return Variant(name, lambda at: cast(x[at], *rest), check, len(x))
@@ -271,7 +271,7 @@ def cast_weights(model: str, shapes: Sequence[tuple[int, int]]) -> Case:
 
         def ours(at: int) -> list[Any]:
             if device.type == "cuda":
-                return [made[:3] for made in ops.cast_weights(copies[at], slots, [None] * len(slots))]
+                return [operand[:3] for operand in ops.cast_weights(copies[at], slots, [None] * len(slots))]
             return one_by_one(ops.cast_weight, at)
 
         def theirs(at: int) -> list[Any]:
@@ -369,8 +369,8 @@ def by_name(names: Sequence[str], tensors: Sequence[Tensor]) -> Results:
     return {name: [tensor] for name, tensor in zip(names, tensors)}
 
 
-def _of_weights(made: Sequence[tuple[Tensor, ...]]) -> Results:
-    payloads, transposed, scale_inv, amax = zip(*made)
+def _of_weights(results: Sequence[tuple[Tensor, ...]]) -> Results:
+    payloads, transposed, scale_inv, amax = zip(*results)
     return {
         "payload": [payload.view(E4M3.dtype) for payload in payloads],
         "transposed payload": [payload.view(E4M3.dtype) for payload in transposed],

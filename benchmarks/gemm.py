@@ -156,8 +156,8 @@ class Gemm:
         operands = self.operands(device)
         expected = functools.cache(lambda: self.expected(operands[0]))
 
-        def fp8(given: Operands) -> tuple[Fp8Tensor, Fp8Tensor]:
-            return Fp8Tensor(given.a, given.a_inv, self.a_format), Fp8Tensor(given.b, given.b_inv, "e4m3")
+        def fp8(inputs: Operands) -> tuple[Fp8Tensor, Fp8Tensor]:
+            return Fp8Tensor(inputs.a, inputs.a_inv, self.a_format), Fp8Tensor(inputs.b, inputs.b_inv, "e4m3")
 
         def variant(name: str, fast: bool | None, call: Callable[[Operands], Tensor]) -> Variant:
             def check() -> str | None:
@@ -168,22 +168,22 @@ class Gemm:
         def ours(gemm: str) -> Variant:
             name = "lightning_fp8" if gemm == "rawkernel" else gemm
             return variant(
-                name, self.fast, lambda given: ops.scaled_mm(*fp8(given), None, self.output, self.fast, gemm)
+                name, self.fast, lambda inputs: ops.scaled_mm(*fp8(inputs), None, self.output, self.fast, gemm)
             )
 
         if self.in_blocks:
             by_torch = plain.scaled_mm_mx if self.mx else plain.scaled_mm_in_blocks
             return [
                 ours("rawkernel"),
-                variant("cublaslt", self.fast, lambda given: by_torch(*fp8(given), None, self.output)),
+                variant("cublaslt", self.fast, lambda inputs: by_torch(*fp8(inputs), None, self.output)),
             ]
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
-            return lambda given: torch._scaled_mm(
-                given.a.view(FORMATS[self.a_format].dtype),
-                given.b.view(FORMATS["e4m3"].dtype).t(),
-                scale_a=given.a_inv,
-                scale_b=given.b_inv,
+            return lambda inputs: torch._scaled_mm(
+                inputs.a.view(FORMATS[self.a_format].dtype),
+                inputs.b.view(FORMATS["e4m3"].dtype).t(),
+                scale_a=inputs.a_inv,
+                scale_b=inputs.b_inv,
                 out_dtype=self.output,
                 use_fast_accum=fast,
             )
@@ -193,7 +193,7 @@ class Gemm:
             ours("auto"),
             variant("cublaslt", self.fast, cublaslt(self.fast)),
             variant("cublaslt precise" if self.fast else "cublaslt fast", not self.fast, cublaslt(not self.fast)),
-            variant("bf16", None, lambda given: given.a_values @ given.b_values.t()),
+            variant("bf16", None, lambda inputs: inputs.a_values @ inputs.b_values.t()),
         ]
 
     def operands(self, device: torch.device) -> list[Operands]:
@@ -231,12 +231,12 @@ class Gemm:
         # nothing is compared with bf16
         return Operands(a_fp8, b_fp8, a_inv, b_inv, a_inv, b_inv)
 
-    def expected(self, given: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    def expected(self, inputs: Operands) -> tuple[Tensor, Tensor, Tensor]:
         """Some rows of the product in fp64, the standard deviation of each sum, and the rows' indices."""
         # drawn on the CPU, so that they are the same on all devices
-        rows = torch.randperm(self.m, generator=torch.Generator().manual_seed(1))[:_CHECKED_ROWS].to(given.a.device)
-        a = _dequantized(given.a, given.a_inv, self.a_format)[rows]
-        b_t = _dequantized(given.b, given.b_inv, "e4m3").t()
+        rows = torch.randperm(self.m, generator=torch.Generator().manual_seed(1))[:_CHECKED_ROWS].to(inputs.a.device)
+        a = _dequantized(inputs.a, inputs.a_inv, self.a_format)[rows]
+        b_t = _dequantized(inputs.b, inputs.b_inv, "e4m3").t()
         return a @ b_t, (a.square() @ b_t.square_()).sqrt(), rows
 
     def difference(self, got: Tensor, exact: Tensor, deviation: Tensor, rows: Tensor, fast: bool | None) -> str | None:

@@ -55,5 +55,5 @@ def network(kind: str) -> nn.Module:
     if kind == "PNA":
         degrees = degree(graph(0)[1][1], NODES, dtype=torch.long).bincount()
         settings |= {"aggregators": ["mean", "max", "std"], "scalers": ["identity", "amplification"], "deg": degrees}
-    found: nn.Module = getattr(geometric, kind)(FEATURES, HIDDEN, **settings)
-    return found
+    model: nn.Module = getattr(geometric, kind)(FEATURES, HIDDEN, **settings)
+    return model

@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 def measure(layers: int) -> dict[str, float]:
     """Microseconds per layer by operation."""
-    model, x, found = Stack(layers), torch.randn(16, FEATURES), {}
+    model, x, us_per_layer = Stack(layers), torch.randn(16, FEATURES), {}
 
     def timed(name: str, run: Callable[[], object], times: int = 1) -> None:
         taken = []
@@ -50,7 +50,7 @@ def measure(layers: int) -> dict[str, float]:
             start = time.process_time()
             run()
             taken.append(time.process_time() - start)
-        found[name] = 1e6 * min(taken) / layers
+        us_per_layer[name] = 1e6 * min(taken) / layers
 
     def step() -> None:
         model(x).sum().backward()
@@ -66,7 +66,7 @@ def measure(layers: int) -> dict[str, float]:
     timed("load_state_dict", lambda: state.load_state_dict(entries), 3)
     model.layers.append(nn.Linear(FEATURES, FEATURES))
     timed("convert again", lambda: convert(model))
-    return found
+    return us_per_layer
 
 
 def main() -> None:
@@ -78,13 +78,13 @@ def main() -> None:
     torch.set_num_threads(1)
     measure(10)
     about = environment(command=f"python -m benchmarks.growth {shlex.join(sys.argv[1:])}")
-    made: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for layers in arguments.layers:
-        found = measure(layers)
-        made.append({"layers": layers, "us_per_layer": found, **about})
-        each = ", ".join(f"{name} {us:.1f}" for name, us in found.items())
+        us_per_layer = measure(layers)
+        rows.append({"layers": layers, "us_per_layer": us_per_layer, **about})
+        each = ", ".join(f"{name} {us:.1f}" for name, us in us_per_layer.items())
         print(f"{layers:5} layers, us per layer: {each}", flush=True)
-    append(made, arguments.out)
+    append(rows, arguments.out)
 
 
 if __name__ == "__main__":

@@ -129,16 +129,16 @@ class Run:
                 variants = case.variants(self.device)
                 wrong = self._wrong(case, variants)
                 variants = [self._with_load(case, variant) for variant in variants if variant.name in wrong]
-                found = time_in_turns(variants, self.rounds, self.suite.timed, self.device, self.suite.alone)
+                measurements = time_in_turns(variants, self.rounds, self.suite.timed, self.device, self.suite.alone)
         except torch.OutOfMemoryError as error:
             self.failures.append(f"{case.name}: {error}")
             return []
-        rows = [self._row(case, one, found[one.name], wrong[one.name]) for one in variants]
+        rows = [self._row(case, variant, measurements[variant.name], wrong[variant.name]) for variant in variants]
         return _with_baseline(rows, self.suite.baseline)
 
     def _wrong(self, case: Case, variants: list[Variant]) -> dict[str, str | None]:
         """By name of each variant that is to be timed: what is wrong with its result, or None."""
-        found: dict[str, str | None] = {}
+        errors: dict[str, str | None] = {}
         for variant in variants:
             try:
                 wrong = variant.check()
@@ -152,8 +152,8 @@ class Run:
                 self.failures.append(f"{case.name}: {variant.name} gave {wrong}{end}")
                 if is_ours:
                     return {}
-            found[variant.name] = wrong
-        return found
+            errors[variant.name] = wrong
+        return errors
 
     def _with_load(self, case: Case, variant: Variant) -> Variant:
         if self.device.type != "cuda" or not case.is_large:
@@ -202,8 +202,8 @@ def main(arguments: Sequence[str], suites: Mapping[str, Suite]) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows, of all suites, as lines of JSON")
     options = parser.parse_args(arguments)
     device = _device(options.device)
-    asked = suites if options.suite == "all" else {options.suite: suites[options.suite]}
-    chosen = _chosen({name: suite.cases(device) for name, suite in asked.items()}, options.case)
+    selection = suites if options.suite == "all" else {options.suite: suites[options.suite]}
+    chosen = _chosen({name: suite.cases(device) for name, suite in selection.items()}, options.case)
     if options.out is not None and not options.out.parent.is_dir():
         sys.exit(f"--out: there is no folder {options.out.parent} to write {options.out.name} in.")
     if package_version("torchao") is None:
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str], suites: Mapping[str, Suite]) -> None:
     about = {**gpu_environment(device), **environment("torchao", command=command)}
     failures = []
     for name, cases in chosen.items():
-        run = Run(name, asked[name], device, options.rounds, about)
+        run = Run(name, selection[name], device, options.rounds, about)
         for case in cases:
             _report(case, run.measure(case), options.out)
             release()
@@ -242,8 +242,8 @@ def append(rows: list[Row], path: Path | None) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _device(asked: str) -> torch.device:
-    if asked == "cpu":
+def _device(name: str) -> torch.device:
+    if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         came = "none was found"
@@ -259,8 +259,8 @@ def _device(asked: str) -> torch.device:
 
 def _chosen(suites: dict[str, list[Case]], part: str | None) -> dict[str, list[Case]]:
     """The cases with ``part`` in their name, by suite; suites without any are left out."""
-    found = {name: [case for case in cases if part is None or part in case.name] for name, cases in suites.items()}
-    chosen = {name: cases for name, cases in found.items() if cases}
+    matches = {name: [case for case in cases if part is None or part in case.name] for name, cases in suites.items()}
+    chosen = {name: cases for name, cases in matches.items() if cases}
     if not chosen:
         every = [case for cases in suites.values() for case in cases]
         sys.exit(f"--case: no name has {part!r} in it. There are:\n" + "\n".join(f"  {case.name}" for case in every))

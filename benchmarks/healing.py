@@ -74,7 +74,7 @@ def recovered(rows: Sequence[Row], variant: str, key: str) -> float:
 def table(rows: Sequence[Row]) -> str:
     """Markdown: the excess of each loss over the baseline's in percent, and the share of the gap that is recovered."""
     titles = {"loss": "training loss", "val_loss": "validation loss"}
-    cells = [["run", *(f"{title}: {what}" for title in titles.values() for what in ("excess", "recovered"))]]
+    cells = [["run", *(f"{title}: {column}" for title in titles.values() for column in ("excess", "recovered"))]]
     for variant in SCHEDULES:
         if not by_seed(rows, CASE, variant, "loss"):
             continue

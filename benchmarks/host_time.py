@@ -81,12 +81,12 @@ def main() -> None:
     options.add_argument("--repetitions", type=int, default=30)
     options.add_argument("--calls", type=int, default=20)
     options.add_argument("--profile", choices=list(CASES), help="where the time of this converted case goes")
-    asked = options.parse_args()
+    arguments = options.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     serve_cpu()
-    if asked.profile:
-        _profile(asked.profile)
+    if arguments.profile:
+        _profile(arguments.profile)
         return
     print(f"{'microseconds a layer':24}{'':10}{'plain':>10}{'':10}{'converted':>10}")
     print(f"{'':24}{'forward':>10}{'+backward':>10}{'forward':>10}{'+backward':>10}")
@@ -96,9 +96,9 @@ def main() -> None:
         runs: list[Callable[[], object]] = [
             run for forward in forwards for run in (forward, functools.partial(_step, forward))
         ]
-        times = _microseconds(runs, asked.repetitions, asked.calls)
+        times = _microseconds(runs, arguments.repetitions, arguments.calls)
         ratios[name] = times[3] / times[1]
-        print(f"{name:24}{''.join(f'{one:10.1f}' for one in times)}", flush=True)
+        print(f"{name:24}{''.join(f'{us:10.1f}' for us in times)}", flush=True)
     for name, ratio in ratios.items():
         print(f"ratio {name} {ratio:.2f}")
 

@@ -58,7 +58,7 @@ def feed_forward(tokens: int, width: int, hidden: int) -> Case:
         return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def is_served(device: torch.device) -> bool:
-        return all(one.is_served(device) for one in gemms) and casts_are_served(device, "gelu")
+        return all(product.is_served(device) for product in gemms) and casts_are_served(device, "gelu")
 
     name = f"linear-GELU-linear, {tokens} tokens, {width} -> {hidden} -> {width}"
     return _case(name, Task(make, tokens, (tokens, width), width), with_gemms, is_served, gemms)
@@ -113,8 +113,8 @@ def experts(tokens: int, width: int, hidden: int, number: int, top_k: int) -> Ca
 
     def with_casts(device: torch.device) -> dict[str, Setting]:
         # torchao leaves experts in bf16
-        found = {name: one for name, one in with_kept_weights(device).items() if not name.startswith("torchao")}
-        return found | {name: found[name]._replace(prepare=cast_weights) for name in (BF16,) if name in found}
+        setups = {name: setup for name, setup in with_kept_weights(device).items() if not name.startswith("torchao")}
+        return setups | {name: setups[name]._replace(prepare=cast_weights) for name in (BF16,) if name in setups}
 
     def is_served(device: torch.device) -> bool:
         dtypes = (torch.bfloat16, torch.bfloat16, torch.float32)
@@ -132,9 +132,9 @@ def _case(
     is_served: Callable[[torch.device], bool],
     gemms: Sequence[gemm.Gemm] = (),
 ) -> Case:
-    def made(device: torch.device) -> list[Variant]:
+    def case_variants(device: torch.device) -> list[Variant]:
         # input and output in bf16, their gradients too
         copies = copies_for(4 * task.tokens * (task.shape[-1] + task.out_features), device)
         return variants(task._replace(copies=copies), settings(device), device)
 
-    return Case(name, made, is_served, flops=sum(one.flops for one in gemms) or None)
+    return Case(name, case_variants, is_served, flops=sum(product.flops for product in gemms) or None)

@@ -68,13 +68,13 @@ def measure(folder: Path, frozen: bool) -> dict[str, Any]:
     before, start = _memory("VmRSS"), time.perf_counter()
     load_exported(model, folder, frozen=frozen)
     seconds = time.perf_counter() - start
-    held: list[Tensor] = []
+    tensors: list[Tensor] = []
     for weight in model.parameters():
-        held += [weight.payload, weight.scale_inv] if is_frozen(weight) else [weight]
+        tensors += [weight.payload, weight.scale_inv] if is_frozen(weight) else [weight]
     return {
         "frozen": frozen,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "model_bytes": bytes_of(held),
+        "model_bytes": bytes_of(tensors),
         "largest_file_bytes": max(files),
         "peak_bytes": _memory("VmHWM") - before,
         "seconds": round(seconds, 2),

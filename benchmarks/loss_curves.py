@@ -29,8 +29,8 @@ def losses_of(folder: Path) -> list[Row]:
     rows = []
     for row in rows_of(folder / "compare.jsonl"):
         measured = json.loads((folder / row["variant"] / MEASURED_FILE).read_text(encoding="utf-8"))
-        kept = {key: value for key, value in row.items() if not key.endswith(_LEFT_OUT)}
-        rows.append({**kept, "losses": [round(loss, 4) for loss in measured["losses"]]})
+        fields = {key: value for key, value in row.items() if not key.endswith(_LEFT_OUT)}
+        rows.append({**fields, "losses": [round(loss, 4) for loss in measured["losses"]]})
     return rows
 
 

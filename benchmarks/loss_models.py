@@ -55,7 +55,7 @@ def decoder(name: str, **fields: Any) -> nn.Module:
 def normalised_llama(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """A Llama with a parametrization in each of its linear layers."""
     model = decoder("Llama", **_LLAMA)
-    for layer in [one for one in model.modules() if isinstance(one, nn.Linear)]:
+    for layer in [module for module in model.modules() if isinstance(module, nn.Linear)]:
         norm(layer)
     return model
 

@@ -30,8 +30,8 @@ def weight_copies(model: nn.Module) -> list[Tensor]:
             casts += module.copies.values()
         elif isinstance(module, Fp8Module):
             casts += casts_of(module.fp8.values())
-    kept = tree_leaves([one._cast for one in casts])
-    return [tensor for tensor in kept if isinstance(tensor, Tensor)]
+    leaves = tree_leaves([cast._cast for cast in casts])
+    return [tensor for tensor in leaves if isinstance(tensor, Tensor)]
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Any]) -> int:

@@ -54,11 +54,11 @@ def train(name: str, variant: str, seed: int, steps: int) -> dict[str, Any]:
 
 def share(model: nn.Module) -> float:
     """The share of the elements of matrices that layers in FP8 have, without embeddings and biases."""
-    embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
-    named = {one: name for name, one in model.named_parameters() if one.dim() >= 2}
-    matrices = {one for one, name in named.items() if not name.endswith("bias")} - embeddings
-    in_fp8 = {one for layer in model.modules() if isinstance(layer, Fp8Module) for one in weights_of(layer)}
-    return sum(one.numel() for one in matrices & in_fp8) / sum(one.numel() for one in matrices)
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    named = {parameter: name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
+    matrices = {parameter for parameter, name in named.items() if not name.endswith("bias")} - embeddings
+    in_fp8 = {weight for layer in model.modules() if isinstance(layer, Fp8Module) for weight in weights_of(layer)}
+    return sum(matrix.numel() for matrix in matrices & in_fp8) / sum(matrix.numel() for matrix in matrices)
 
 
 def weights_of(layer: Fp8Module) -> Iterator[Tensor]:
@@ -72,12 +72,12 @@ def weights_of(layer: Fp8Module) -> Iterator[Tensor]:
 def table(rows: Sequence[Row]) -> str:
     """A line for each model: means over seeds, and differences from bf16 in percent with their 95% intervals."""
     first = RECIPES[0]
-    lines = [("model", "matrices in FP8", "bf16", first, "difference", *(f"{one}, difference" for one in RECIPES[1:]))]
+    lines = [("model", "matrices in FP8", "bf16", first, "difference", *(f"{key}, difference" for key in RECIPES[1:]))]
     for name in dict.fromkeys(row["case"] for row in rows):
         losses = (f"{mean(by_seed(rows, name, variant, 'loss').values()):.4f}" for variant in (BASELINE, first))
         in_fp8 = f"{mean(by_seed(rows, name, first, 'share').values()):.1%}"
-        found = (excess(rows, name, variant, "loss").values() for variant in RECIPES)
-        apart = ("{:+.2f}% ± {:.2f}".format(*interval([*one])) if one else "-" for one in found)
+        excesses = (excess(rows, name, variant, "loss").values() for variant in RECIPES)
+        apart = ("{:+.2f}% ± {:.2f}".format(*interval([*values])) if values else "-" for values in excesses)
         lines.append((name, in_fp8, *losses, *apart))
     return markdown_table(lines)
 
@@ -89,16 +89,16 @@ def main() -> None:
     options.add_argument("--models", nargs="+", choices=TASKS, default=[*TASKS])
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--steps", type=int, default=200)
-    asked, rows = options.parse_args(), []
+    arguments, rows = options.parse_args(), []
     command = " ".join(["python -m benchmarks.model_losses", *sys.argv[1:]])
-    known = {name: environment("transformers", *TASKS[name].packages, command=command) for name in asked.models}
-    for name in asked.models:
-        for seed in range(asked.seeds):
+    about = {name: environment("transformers", *TASKS[name].packages, command=command) for name in arguments.models}
+    for name in arguments.models:
+        for seed in range(arguments.seeds):
             for variant in (BASELINE, *RECIPES):
-                row = {"case": name, "variant": variant, "seed": seed, "steps": asked.steps}
-                row |= train(name, variant, seed, asked.steps) | known[name]
+                row = {"case": name, "variant": variant, "seed": seed, "steps": arguments.steps}
+                row |= train(name, variant, seed, arguments.steps) | about[name]
                 print(name, seed, variant, f"{row['loss']:.4f}", file=sys.stderr, flush=True)
-                append([row], asked.out)
+                append([row], arguments.out)
                 rows.append(row)
     print(table(rows))
 

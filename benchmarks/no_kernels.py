@@ -14,7 +14,7 @@ from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import kernels
 
 # the operators that differ between devices
-_OPERATORS = [one for one in vars(ops).values() if isinstance(one, library.Operator) and one.cpu is not one.cuda]
+_OPERATORS = [op for op in vars(ops).values() if isinstance(op, library.Operator) and op.cpu is not op.cuda]
 # the registration that compiled graphs call
 _OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 

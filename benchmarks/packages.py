@@ -73,7 +73,7 @@ def darts(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Ma
         model.fit(series)
         model.save(f"{folder}/model.pt")
         loss = model.trainer.callback_metrics["train_loss"]
-    return model.model, lambda: np.stack([one.values() for one in model.predict(16, series=series)]), loss
+    return model.model, lambda: np.stack([forecast.values() for forecast in model.predict(16, series=series)]), loss
 
 
 def neuralforecast(trainer_arguments: dict[str, Any], folder: Path, is_saved: bool) -> Made:
@@ -204,9 +204,9 @@ def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
     predictions, scales = folder / "predictions.pt", folder / "scales.pt"
     is_saved = predictions.exists()
     module, predict, loss = PACKAGES[package]({**QUIET, "precision": precision}, folder, is_saved)
-    made = torch.as_tensor(predict())
+    output = torch.as_tensor(predict())
     if not is_saved:
-        torch.save(made, predictions)
+        torch.save(output, predictions)
         if share := coverage(module):
             torch.save(scaling_state(module).state_dict(), scales)
         about = {
@@ -217,19 +217,19 @@ def run(package: str, precision: str, folder: Path) -> dict[str, Any]:
         }
         return {**about, "loss": float(loss), **environment("lightning", "numpy")}
     before = torch.load(predictions)
-    found = {"difference": (made - before).abs().max().item()}
+    differences = {"difference": (output - before).abs().max().item()}
     if scales.exists():
         load_scales(module, scales)
-        found["difference_with_scales"] = (torch.as_tensor(predict()) - before).abs().max().item()
-    return found
+        differences["difference_with_scales"] = (torch.as_tensor(predict()) - before).abs().max().item()
+    return differences
 
 
 def coverage(module: nn.Module) -> float:
     """The share of the parameters of two or more dimensions that layers in FP8 have."""
     layers = [module.get_submodule(row.path) for row in describe(module) if row.converted]
-    in_fp8 = {one for layer in layers for one in layer.parameters()}
-    sizes = {one: one.numel() for one in module.parameters() if one.dim() > 1}
-    return sum(sizes[one] for one in in_fp8 & sizes.keys()) / sum(sizes.values())
+    in_fp8 = {parameter for layer in layers for parameter in layer.parameters()}
+    sizes = {parameter: parameter.numel() for parameter in module.parameters() if parameter.dim() > 1}
+    return sum(sizes[parameter] for parameter in in_fp8 & sizes.keys()) / sum(sizes.values())
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -260,9 +260,9 @@ def installed(folder: Path, packages: Sequence[str]) -> Path:
 
 def in_a_process(python: Path, folder: str, package: str, precision: str) -> dict[str, Any]:
     """What :func:`run` gives."""
-    asked = (folder, "--packages", package, "--precisions", precision, "--run")
+    arguments = (folder, "--packages", package, "--precisions", precision, "--run")
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = (str(python), "-m", "benchmarks.packages", *asked)
+    command = (str(python), "-m", "benchmarks.packages", *arguments)
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=one_thread)
     if child.returncode:
         sys.exit(f"{package}, {precision} failed:\n{child.stderr}")
@@ -287,8 +287,8 @@ def main() -> None:
         for precision in options.precisions:
             print(f"{package}, {precision}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                found = [in_a_process(python, folder, package, precision) for _ in ("train", "load")]
-            rows.append({**found[0], **found[1], "command": command})
+                results = [in_a_process(python, folder, package, precision) for _ in ("train", "load")]
+            rows.append({**results[0], **results[1], "command": command})
             append(rows[-1:], options.out)
     print(table(rows))
 

@@ -39,8 +39,8 @@ class Triangle(nn.Module):
         """What is to be added to the pairs."""
         z = self.enter_norm(z)
         first, second = (self.enter(z) * self.enter_gate(z).sigmoid()).chunk(2, -1)
-        found = self.leave_norm(torch.einsum(self.sides, first, second))
-        return self.leave(found) * self.leave_gate(z).sigmoid()
+        update = self.leave_norm(torch.einsum(self.sides, first, second))
+        return self.leave(update) * self.leave_gate(z).sigmoid()
 
 
 class Block(nn.Module):

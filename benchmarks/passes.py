@@ -171,19 +171,19 @@ class Counted:
                 counted.now["launches"] += variant.family.startswith("cast")
                 super().__call__(grid, *arguments)
 
-        made = Counting(None, variant.layout, variant.block, 0, variant.shared_bytes)
-        made.variant = variant
-        return made
+        kernel = Counting(None, variant.layout, variant.block, 0, variant.shared_bytes)
+        kernel.variant = variant
+        return kernel
 
-    def _scaled_mm(self, *arguments: Any, **others: Any) -> Tensor:
+    def _scaled_mm(self, *arguments: Any, **kwargs: Any) -> Tensor:
         self.now["gemms"] += 1
-        return no_scaled_mm(*arguments, **others)
+        return no_scaled_mm(*arguments, **kwargs)
 
     @staticmethod
     def _counting(function: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
-        def counting(*arguments: Any, **others: Any) -> Any:
-            count(*arguments, **others)
-            return function(*arguments, **others)
+        def counting(*arguments: Any, **kwargs: Any) -> Any:
+            count(*arguments, **kwargs)
+            return function(*arguments, **kwargs)
 
         return counting
 
@@ -206,11 +206,11 @@ class Counted:
         dy: Tensor | None = None,
         of_up: casts.Result | None = None,
     ) -> None:
-        results = [one for one in (result, of_up) if one is not None]
-        passes = 1 if all(one.current_amax is None for one in results) else 2
+        results = [out for out in (result, of_up) if out is not None]
+        passes = 1 if all(out.current_amax is None for out in results) else 2
         self.now["inputs" if dy is None else "gradients"] += len(results)
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
-        self.now["written"] += sum(one.y.nbytes + one.y_t.nbytes for one in results)
+        self.now["written"] += sum(out.y.nbytes + out.y_t.nbytes for out in results)
 
     def _weight_table(self, weights: list[casts.Weight], squares: bool = False, mx: bool = False) -> None:
         for x, _, y, y_t in weights:
@@ -223,7 +223,7 @@ class Counted:
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[Counter[str]]:
     """Bytes that forwards inside keep for backward, by kind; each storage once, parameters excluded."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     # the tensors are held, so that no address is reused
     seen: dict[int, tuple[Tensor, str]] = {}
@@ -238,9 +238,9 @@ def _kept(model: nn.Module) -> Iterator[Counter[str]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield sizes
     for tensor, kind in seen.values():
-        found[kind] += tensor.nbytes
+        sizes[kind] += tensor.nbytes
 
 
 def count(counted: Counted, block: Block, is_compiled: bool) -> dict[int, Count]:
@@ -259,7 +259,7 @@ def count(counted: Counted, block: Block, is_compiled: bool) -> dict[int, Count]
             counted.now.clear()
             with _hidden_passes() as hidden:
                 for _ in range(micro_batches):
-                    with _kept(model) as kept, torch.autocast("cpu", torch.bfloat16):
+                    with _kept(model) as kept_bytes, torch.autocast("cpu", torch.bfloat16):
                         y = called(x)
                     (y[0] if isinstance(y, tuple) else y).float().sum().backward()
             scaling_state(model).update()
@@ -268,7 +268,7 @@ def count(counted: Counted, block: Block, is_compiled: bool) -> dict[int, Count]
                 optimizer.step()
         now = counted.now + hidden
         of_passes = {field: now[field] for field in Count._fields[:8]}
-        of_memory = {f"kept_{kind}": kept[kind] for kind in ("inputs", "weights", "rest")}
+        of_memory = {f"kept_{kind}": kept_bytes[kind] for kind in ("inputs", "weights", "rest")}
         counts[micro_batches] = Count(**of_passes, **of_memory)
     return counts
 
@@ -279,13 +279,13 @@ _ELEMENTWISE = re.compile("aten::(mul|add|pow|tanh|tanh_backward|gelu|gelu_backw
 @contextmanager
 def _hidden_passes() -> Iterator[Counter[str]]:
     """Counts torch's element-wise operators, on any thread, that read a tensor ``[tokens, HIDDEN]`` of the batch."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     with torch.profiler.profile(record_shapes=True) as profile:
-        yield found
+        yield counts
     for event in profile.events():
         shapes = [shape for shape in event.input_shapes if shape and shape[-1] == HIDDEN]
         if _ELEMENTWISE.fullmatch(event.name) and any(torch.Size(shape).numel() == TOKENS * HIDDEN for shape in shapes):
-            found["hidden"] += 1
+            counts["hidden"] += 1
 
 
 _HEAD = (
@@ -300,25 +300,25 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--blocks", nargs="+", choices=list(BLOCKS), default=list(BLOCKS))
     options.add_argument("--out", type=Path, help="a file to which the rows are added, as JSON")
-    asked = options.parse_args()
+    arguments = options.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     counted, about = Counted(), environment()
     print(_HEAD)
-    for name in asked.blocks:
+    for name in arguments.blocks:
         block = BLOCKS[name]
         eager, compiled = (count(counted, block, is_compiled) for is_compiled in (False, True))
         for number in MICRO_BATCHES:
-            for what, found in {
+            for mode, counts in {
                 "least": least(block, number),
                 "eager": eager[number],
                 "compiled": compiled[number],
             }.items():
-                numbers = found._asdict()
+                numbers = counts._asdict()
                 shown = [x if x is None or key not in _IN_BYTES else round(x / 1024) for key, x in numbers.items()]
-                cells = [name, what, number, *("-" if x is None else x for x in shown)]
+                cells = [name, mode, number, *("-" if x is None else x for x in shown)]
                 print(f"| {' | '.join(map(str, cells))} |", flush=True)
-                append([{"block": name, "what": what, "micro_batches": number, **numbers, **about}], asked.out)
+                append([{"block": name, "what": mode, "micro_batches": number, **numbers, **about}], arguments.out)
 
 
 if __name__ == "__main__":

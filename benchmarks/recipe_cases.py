@@ -131,10 +131,10 @@ class Run:
         self.random = torch.get_rng_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
-        made = copy.copy(self)
+        clone = copy.copy(self)
         parts = (self.model, self.optimizer, self.losses, self.counts)
-        made.model, made.optimizer, made.losses, made.counts = copy.deepcopy(parts, memo)
-        return made
+        clone.model, clone.optimizer, clone.losses, clone.counts = copy.deepcopy(parts, memo)
+        return clone
 
     def advance(self, until: int, schedule: PrecisionSchedule | None = None) -> None:
         """Train up to this step; ``schedule`` says what the layers run in."""
@@ -210,14 +210,14 @@ def _outlier_gain(model: nn.Module) -> Tensor:
 @contextmanager
 def counting(state: ScalingState | None) -> Iterator[Callable[[], Tensor]]:
     """Gives a function for the counts of values lost inside, ``[D, 4] int64`` as in :class:`CastCounts`."""
-    found = [torch.zeros(1, 4, dtype=torch.int64)]
+    counts = [torch.zeros(1, 4, dtype=torch.int64)]
     if state is not None:
-        state.cast_counts.start(found)
-    yield lambda: found[0]
+        state.cast_counts.start(counts)
+    yield lambda: counts[0]
     if state is not None:
         assert state.cast_counts.values is not None
-        found[0] = state.cast_counts.values[: state.delayed]
-        state.cast_counts.stop(found)
+        counts[0] = state.cast_counts.values[: state.delayed]
+        state.cast_counts.stop(counts)
 
 
 def _shares(counts: Tensor, recipe: Recipe | None) -> dict[str, float | None]:

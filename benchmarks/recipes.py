@@ -75,11 +75,11 @@ def measure(case: str, variant: str, seed: int) -> Row:
     """One row, without its environment."""
     recipe = recipe_of(variant)
     if case in TRAININGS:
-        found: dict[str, Any] = train(TRAININGS[case], recipe, seed)
+        metrics: dict[str, Any] = train(TRAININGS[case], recipe, seed)
     else:
         assert recipe is not None
-        found = watch(case, recipe, seed)
-    return {"case": case, "variant": variant, "seed": seed, **found}
+        metrics = watch(case, recipe, seed)
+    return {"case": case, "variant": variant, "seed": seed, **metrics}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -96,14 +96,14 @@ def by_seed(rows: Sequence[Row], case: str, variant: str, key: str) -> dict[int,
 def excess(rows: Sequence[Row], case: str, variant: str, key: str) -> dict[int, float]:
     """Excess of a loss over the baseline's in percent, by seed."""
     baseline = by_seed(rows, case, BASELINE, key)
-    found = by_seed(rows, case, variant, key)
-    return {seed: 100 * (found[seed] / baseline[seed] - 1) for seed in found if seed in baseline}
+    losses = by_seed(rows, case, variant, key)
+    return {seed: 100 * (losses[seed] / baseline[seed] - 1) for seed in losses if seed in baseline}
 
 
 def cost(rows: Sequence[Row], variant: str) -> dict[int, float]:
     """Mean excess of the final training loss in percent, by seed; only seeds that every deciding training has."""
-    found = [excess(rows, case, variant, "loss") for case in DECIDING]
-    return {seed: mean(one[seed] for one in found) for seed in sorted(set.intersection(*map(set, found)))}
+    excesses = [excess(rows, case, variant, "loss") for case in DECIDING]
+    return {seed: mean(values[seed] for values in excesses) for seed in sorted(set.intersection(*map(set, excesses)))}
 
 
 def harmed_steps(rows: Sequence[Row], variant: str) -> float:
@@ -120,7 +120,7 @@ def preferred(rows: Sequence[Row]) -> list[str]:
     seeds = cost(rows, BASELINE).keys()
     names = [name for name in _variants(rows) if name.startswith(DelayedScaling.precision)]
     names = [name for name in names if all(by_seed(rows, event, name, "zero_steps") for event in EVENTS)]
-    costs = {name: found for name in names if (found := cost(rows, name)) and found.keys() == seeds}
+    costs = {name: excesses for name in names if (excesses := cost(rows, name)) and excesses.keys() == seeds}
     best = min(costs, key=lambda name: mean(costs[name].values()), default="")
     above = {name: interval([costs[name][seed] - costs[best][seed] for seed in seeds]) for name in costs}
     recipes = {name: recipe_of(name) for name, (middle, half) in above.items() if middle <= half}
@@ -140,19 +140,19 @@ def _variants(rows: Sequence[Row]) -> list[str]:
 
 def tables(rows: Sequence[Row]) -> str:
     """Markdown: excess of training and validation losses, and what casts lose."""
-    found = []
+    sections = []
     for key, title in (("loss", "training loss"), ("val_loss", "validation loss")):
         cells = [["excess of the " + title, *TRAININGS, *(["cost"] if key == "loss" else [])]]
         for name in _variants(rows):
             values = [excess(rows, case, name, key) for case in TRAININGS]
             values += [cost(rows, name)] if key == "loss" else []
             cells.append([name, *("{:+.2f}% ± {:.2f}".format(*interval([*x.values()])) if x else "-" for x in values)])
-        found.append(markdown_table(cells))
+        sections.append(markdown_table(cells))
     cells = [["what casts lose", *(f"{event}: {title}" for event in EVENTS for title, _ in _LOST.values())]]
     for name in _variants(rows):
         numbers = [(by_seed(rows, event, name, key), form) for event in EVENTS for key, (_, form) in _LOST.items()]
         cells.append([name, *(format(mean(x.values()), form) if x else "-" for x, form in numbers)])
-    return "\n\n".join([*found, markdown_table(cells)])
+    return "\n\n".join([*sections, markdown_table(cells)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

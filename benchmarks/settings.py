@@ -40,19 +40,19 @@ def settings(device: torch.device) -> dict[str, Setting]:
 
     ``lightning_fp8`` is ``fp8-delayed`` with its defaults; ``bf16-mixed`` and ``bf16-true`` are Lightning's own.
     """
-    found = {OURS: Setting(Fp8Precision), **_of_torchao(device)}
+    variants = {OURS: Setting(Fp8Precision), **_of_torchao(device)}
     if device.type == "cpu" and emulates_bf16():
-        return {**found, FP32: Setting(Precision)}
+        return {**variants, FP32: Setting(Precision)}
     mixed = functools.partial(MixedPrecision, "bf16-mixed", device.type)
-    return {**found, BF16: Setting(mixed), "bf16-true": Setting(lambda: HalfPrecision("bf16-true"))}
+    return {**variants, BF16: Setting(mixed), "bf16-true": Setting(lambda: HalfPrecision("bf16-true"))}
 
 
 def every_setting(device: torch.device) -> dict[str, Setting]:
     """The same with fp32, and bf16 with a copy of the weights."""
-    found = {FP32: Setting(Precision), **settings(device)}
-    if BF16 in found:
-        found["bf16-mixed, weight_copy"] = Setting(functools.partial(Bf16MixedPrecision, weight_copy=True))
-    return found
+    variants = {FP32: Setting(Precision), **settings(device)}
+    if BF16 in variants:
+        variants["bf16-mixed, weight_copy"] = Setting(functools.partial(Bf16MixedPrecision, weight_copy=True))
+    return variants
 
 
 def with_kept_weights(device: torch.device) -> dict[str, Setting]:

@@ -35,8 +35,8 @@ def under_load(variant: Variant, device: torch.device) -> dict[str, Any]:
     Thread(target=lambda: answers.append(_ask(device)), daemon=True).start()
     times = _batches(variant, calls, device)
     # an answer that comes later is one of an idle GPU
-    found = re.fullmatch(r"(\d+), (\d+\.\d+)", "".join(answers))
-    mhz, watts = map(float, found.groups()) if found else (None, None)
+    match = re.fullmatch(r"(\d+), (\d+\.\d+)", "".join(answers))
+    mhz, watts = map(float, match.groups()) if match else (None, None)
     return {"sustained_us": statistics.median(times), "sm_clock_mhz": mhz, "power_w": watts}
 
 

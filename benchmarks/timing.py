@@ -85,7 +85,7 @@ def time_in_turns(
         alone: whether only one variant is in memory at a time: each is created and warmed up ``TURNS`` times, in turns.
             Otherwise all stay in memory from start to end, and their batches take turns.
     """
-    found = {variant.name: Measured() for variant in variants}
+    measurements = {variant.name: Measured() for variant in variants}
     turns = min(TURNS, rounds) if alone else 1
     for together in [[variant] for variant in variants] * turns if alone else [list(variants)]:
         with ExitStack() as stack:
@@ -94,10 +94,10 @@ def time_in_turns(
             seats = [_Seat(variant, timed, device, stack) for variant in together]
             for _ in range(math.ceil(rounds / turns)):
                 for seat in seats:
-                    seat.measure(found[seat.variant.name])
+                    seat.measure(measurements[seat.variant.name])
             for seat in seats:
-                found[seat.variant.name].figures = seat.variant.figures()
-    return found
+                measurements[seat.variant.name].figures = seat.variant.figures()
+    return measurements
 
 
 class _Seat:
@@ -134,9 +134,9 @@ def calls_for(variant: Variant, timed: str, device: torch.device, least_us: floa
         return variant.copies, batch(variant, variant.copies, timed, device).host_us
     calls = 1
     # the first batch includes the latency of a launch to the device, so a second one may give another number
-    while calls * (found := batch(variant, calls, timed, device)).us < least_us and calls < _MOST_CALLS:
-        calls = min(_MOST_CALLS, math.ceil(1.2 * least_us / max(found.us, 1.0)))
-    return calls, found.host_us
+    while calls * (result := batch(variant, calls, timed, device)).us < least_us and calls < _MOST_CALLS:
+        calls = min(_MOST_CALLS, math.ceil(1.2 * least_us / max(result.us, 1.0)))
+    return calls, result.host_us
 
 
 def batch(variant: Variant, calls: int, timed: str, device: torch.device, host_us: float = 0.0) -> Time:
@@ -152,7 +152,7 @@ def batch(variant: Variant, calls: int, timed: str, device: torch.device, host_u
         device: where it runs.
         host_us: the host's expected microseconds per call.
     """
-    kept = _warmed_up(variant)
+    results = _warmed_up(variant)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if _by_events(timed, device) else []
     synchronize()
     if timed == "kernels" and events:
@@ -162,9 +162,9 @@ def batch(variant: Variant, calls: int, timed: str, device: torch.device, host_u
     # the first calls tell the host's time: after many launches it may have to wait
     first = math.ceil(calls / _FIRST)
     start = time.perf_counter()
-    _rotate(variant, range(first), kept)
+    _rotate(variant, range(first), results)
     on_host = time.perf_counter() - start
-    _rotate(variant, range(first, calls), kept)
+    _rotate(variant, range(first, calls), results)
     for event in events[1:]:
         event.record()
     synchronize()
@@ -174,11 +174,11 @@ def batch(variant: Variant, calls: int, timed: str, device: torch.device, host_u
     return Time(1e6 * spent / calls, 1e6 * on_host / first)
 
 
-def _rotate(variant: Variant, numbers: range, kept: list[Any]) -> None:
+def _rotate(variant: Variant, numbers: range, results: list[Any]) -> None:
     # results stay alive until the copy's next call, so that there are as many outputs in memory as inputs
     for number in numbers:
         at = number % variant.copies
-        kept[at] = variant.call(at)
+        results[at] = variant.call(at)
 
 
 def _by_events(timed: str, device: torch.device) -> bool:
@@ -187,12 +187,12 @@ def _by_events(timed: str, device: torch.device) -> bool:
 
 def _warmed_up(variant: Variant) -> list[Any]:
     """Run one call on each copy, so that the allocator holds the memory for the results of all copies."""
-    kept: list[Any] = [None] * variant.copies
+    results: list[Any] = [None] * variant.copies
     if variant.around is nullcontext:
-        kept = [variant.call(at) for at in range(variant.copies)]
+        results = [variant.call(at) for at in range(variant.copies)]
     if variant.refill is not None:
         variant.refill()
-    return kept
+    return results
 
 
 def copies_for(bytes: int, device: torch.device) -> int:

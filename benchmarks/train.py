@@ -58,10 +58,10 @@ TINY, DEMO = Gpt(1, 64, 2, 32, 4, 2), Gpt(2, 256, 2, 128, 64, 1, 1e-3)
 def cases(device: torch.device) -> list[Case]:
     """Eager and compiled models; the demo's only eager."""
     models = MODELS if device.type == "cuda" else {"tiny": TINY}
-    found = [case(name, of, settings, compiled) for name, of in models.items() for compiled in (False, True)]
+    trainings = [case(name, of, settings, compiled) for name, of in models.items() for compiled in (False, True)]
     if device.type != "cuda":
-        found += [case("demo", DEMO._replace(accumulate=count), every_setting) for count in (1, 4)]
-    return found
+        trainings += [case("demo", DEMO._replace(accumulate=count), every_setting) for count in (1, 4)]
+    return trainings
 
 
 def case(name: str, of: Gpt, settings: Callable[[torch.device], dict[str, Setting]], compiled: bool = False) -> Case:

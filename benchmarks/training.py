@@ -293,9 +293,9 @@ def casts_are_served(device: torch.device, activation: str = "none") -> bool:
 
 
 def _freed(start: Callable[[], Start]) -> Start:
-    made = start()
+    result = start()
     release()
-    return made
+    return result
 
 
 @contextmanager
