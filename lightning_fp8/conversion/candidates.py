@@ -145,12 +145,12 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
         return "a torch.jit.ScriptModule: a conversion by class would have no effect"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
-    known, kind = _classes(), own_class(layer)
-    base = next((one for one in known if issubclass(kind, one) and not issubclass(one, nn.Linear)), None)
+    classes, kind = _classes(), own_class(layer)
+    base = next((cls for cls in classes if issubclass(kind, cls) and not issubclass(cls, nn.Linear)), None)
     if is_experts(layer):
         reason = reason_against_experts(layer)
     elif base is None:
-        reason = None if kind in known else reason_against_linear(layer)
+        reason = None if kind in classes else reason_against_linear(layer)
     else:
         name = f"nn.{base.__name__}" if base is nn.MultiheadAttention else base.__name__
         reason = None if kind is base else f"a {kind.__name__}, a subclass of {name}, which alone is converted"
@@ -169,7 +169,7 @@ def _has_computed_weight(layer: nn.Module) -> bool:
 
 def too_small(layer: nn.Module, min_features: int) -> str | None:
     """Which of a layer's weights are too small for FP8, as a reason not to convert it; None if none are."""
-    below = [str(one) for one in sizes(layer) if min(one) < min_features]
+    below = [str(size) for size in sizes(layer) if min(size) < min_features]
     return f"fewer than {min_features} features: {' and '.join(below)} (min_features={min_features})" if below else None
 
 

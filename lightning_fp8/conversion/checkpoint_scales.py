@@ -58,14 +58,14 @@ def load_scales(
     if was_plain:
         # a layer's own tensors, or those of an attention's projections
         prefixes = {name[:at] for name in entries for at, letter in enumerate(name) if letter == "."}
-        others = [one.path for one in plan.layers if one.path and one.path not in prefixes]
-        if others and len(others) == len(plan.layers):
+        unscaled = [layer.path for layer in plan.layers if layer.path and layer.path not in prefixes]
+        if unscaled and len(unscaled) == len(plan.layers):
             raise ValueError(
                 f"load_scales: the checkpoint has the scales of {', '.join(map(repr, list(entries)[:3]))}, ..., and"
-                f" {type(model).__name__} has the layers {', '.join(map(repr, others[:3]))}, .... Pass the model that"
+                f" {type(model).__name__} has the layers {', '.join(map(repr, unscaled[:3]))}, .... Pass the model that"
                 " was trained, or a part of it at the path that it had there: `nn.ModuleDict({'module': part})`."
             )
-        convert(model, recipe, [glob.escape(path) for path in others], min_features=0)
+        convert(model, recipe, [glob.escape(path) for path in unscaled], min_features=0)
     try:
         scaling_state(model).load_state_dict(entries)
     except BaseException:
@@ -152,8 +152,8 @@ def scales_of_callbacks(folder: str | os.PathLike[str]) -> dict[str, Any]:
         callbacks = json.loads(path.read_text(encoding="utf-8")).get("stateful_callbacks", {}).items()
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {_in_words(error)}.") from None
-    found = {name: scales_of_callback(saved) for name, saved in callbacks}
-    return {name: scales for name, scales in found.items() if scales is not None}
+    by_name = {name: scales_of_callback(saved) for name, saved in callbacks}
+    return {name: scales for name, scales in by_name.items() if scales is not None}
 
 
 def scaling_states(checkpoint: Any) -> dict[str, Mapping[str, Any]]:
@@ -164,17 +164,17 @@ def scaling_states(checkpoint: Any) -> dict[str, Mapping[str, Any]]:
 
 def _entries(loaded: Any, checkpoint: Any) -> Mapping[str, Any]:
     """The one scaling state of a checkpoint, which may be all of it."""
-    found = [loaded] if _is_scaling_state(loaded) else [*scaling_states(loaded).values()]
-    if len(found) == 1:
-        return found[0]
-    what = f"{len(found)} scaling states: pass the one that belongs to this model" if found else "no scales"
+    states = [loaded] if _is_scaling_state(loaded) else [*scaling_states(loaded).values()]
+    if len(states) == 1:
+        return states[0]
+    contents = f"{len(states)} scaling states: pass the one that belongs to this model" if states else "no scales"
     where = "the mapping" if isinstance(checkpoint, Mapping) else os.fspath(checkpoint)
-    held = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
+    hint = f" Its keys are {', '.join(map(repr, list(loaded)[:8]))}." if isinstance(loaded, Mapping) else ""
     raise ValueError(
-        f"load_scales: {where} has {what}. Scales are in checkpoints of a Trainer or Fabric with"
+        f"load_scales: {where} has {contents}. Scales are in checkpoints of a Trainer or Fabric with"
         ' `precision="fp8-delayed"`, of `transformers.Trainer` with `Fp8Callback`, and of a plain loop that saved'
         ' `{"scaling": scaling_state(model).state_dict()}`. Weights without scales are for'
-        f' `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`.{held}'
+        f' `precision="bf16-mixed"`, after `lightning_fp8.unconvert(model)`.{hint}'
     )
 
 

@@ -149,8 +149,8 @@ def unconvert(module: ModuleT) -> ModuleT:
     Weights that have no masters become plain parameters with rounded values, with a warning.
     """
     layers = list(module.modules())
-    found = list(converted(module))
-    _restore(found)
+    fp8_layers = list(converted(module))
+    _restore(fp8_layers)
     fuse_feed_forward(layers)
     restore_fast_path(layers)
     return module
@@ -201,10 +201,10 @@ def scaling_state(module: nn.Module) -> ScalingState:
     layers = list(named_modules(module))
     # custom loops call this at each step; most programs have imported neither library
     are_loaded = any(name in sys.modules for name in _OTHER_FP8)
-    others = [path for path, layer in layers if are_loaded and type(layer).__module__.startswith(_OTHER_FP8)]
-    if others:
+    paths = [path for path, layer in layers if are_loaded and type(layer).__module__.startswith(_OTHER_FP8)]
+    if paths:
         warn_once(
-            f"{len(others)} layers ({', '.join(others[:3])}{', ...' if others[3:] else ''}) run in the FP8 of another"
+            f"{len(paths)} layers ({', '.join(paths[:3])}{', ...' if paths[3:] else ''}) run in the FP8 of another"
             ' library, the others in that of lightning_fp8. `Accelerator(mixed_precision="fp8")` replaces converted'
             ' layers like this: choose "bf16" for FP8 by lightning_fp8 alone.'
         )
@@ -235,21 +235,21 @@ def fall_back(module: nn.Module, name: str) -> None:
 
 def _attach(plan: ConversionPlan) -> ScalingState:
     """Give all chosen layers one scaling state, keeping the scales of those that had one."""
-    chosen = [(one, kind, one.layer if isinstance(one.layer, Fp8Module) else None) for one, kind in plan.chosen]
+    chosen = [(spec, kind, spec.layer if isinstance(spec.layer, Fp8Module) else None) for spec, kind in plan.chosen]
     gemms = [
-        (one, name)
-        for one, kind, present in chosen
-        for name in (kind.gemm_weights(one.layer) if present is None else present.fp8)
+        (spec, name)
+        for spec, kind, present in chosen
+        for name in (kind.gemm_weights(spec.layer) if present is None else present.fp8)
     ]
-    names = tuple(".".join(filter(None, (one.path, name))) for one, name in gemms)
-    first, *others = {None if present is None else present.scaling_state for _, _, present in chosen}
-    if first is not None and not others and first.module_names == names:
+    names = tuple(".".join(filter(None, (spec.path, name))) for spec, name in gemms)
+    first, *other_states = {None if present is None else present.scaling_state for _, _, present in chosen}
+    if first is not None and not other_states and first.module_names == names:
         return first
     state = ScalingState(names, plan.config.recipe, plan.device)
     load_kept_scales(state, plan.modules)
-    new: dict[nn.Module, dict[str, Gemm]] = {one.layer: {} for one, _, _ in chosen}
-    for position, (one, name) in enumerate(gemms):
-        new[one.layer][name] = Gemm(state, position)
+    new: dict[nn.Module, dict[str, Gemm]] = {spec.layer: {} for spec, _, _ in chosen}
+    for position, (spec, name) in enumerate(gemms):
+        new[spec.layer][name] = Gemm(state, position)
     former = [
         (gemm, present.fp8[name])
         for _, _, present in chosen
@@ -259,8 +259,8 @@ def _attach(plan: ConversionPlan) -> ScalingState:
     state.copy_modules({gemm.module: (before.state, before.module) for gemm, before in former})
     for gemm, before in former:
         gemm.reference = before.reference
-    for one, kind, present in chosen:
-        layer = cast(Fp8Module, one.layer)
+    for spec, kind, present in chosen:
+        layer = cast(Fp8Module, spec.layer)
         if present is None:
             layer.plain_class = own_class(layer)
             exchange_class(layer, kind)
@@ -276,9 +276,9 @@ def _give_settings(plan: ConversionPlan) -> None:
     for state in {layer.scaling_state for layer in layers}:
         state.configure(plan.config)
     changed: dict[int, Choice] = {}
-    for one in plan.layers:
-        if isinstance(one.layer, Fp8Module) and one.layer.in_bf16 != one.in_bf16:
-            changed |= {gemm.module: Choice(one.in_bf16) for gemm in one.layer.fp8.values()}
+    for spec in plan.layers:
+        if isinstance(spec.layer, Fp8Module) and spec.layer.in_bf16 != spec.in_bf16:
+            changed |= {gemm.module: Choice(spec.in_bf16) for gemm in spec.layer.fp8.values()}
     if changed:
         plan.state.switch("settings", changed)
     if plan.config.frozen_weights == "fp8":

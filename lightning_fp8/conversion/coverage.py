@@ -39,26 +39,26 @@ def coverage(plan: ConversionPlan) -> str:
     if not plan.converted:
         raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
     with_adapters = plan.config.adapters
-    layers = [one for one in plan.layers if isinstance(one.layer, Fp8Module) or with_adapters or not one.in_adapter]
+    layers = [spec for spec in plan.layers if isinstance(spec.layer, Fp8Module) or with_adapters or not spec.in_adapter]
     adapters, whole = len(plan.layers) - len(layers), max(1, plan.size)
-    in_fp8 = {one.layer for one in layers if isinstance(one.layer, Fp8Module) and one.layer.in_fp8}
-    limit = plan.config.min_features if any(one.is_too_small for one in layers) else 0
+    in_fp8 = {spec.layer for spec in layers if isinstance(spec.layer, Fp8Module) and spec.layer.in_fp8}
+    limit = plan.config.min_features if any(spec.is_too_small for spec in layers) else 0
     counted: set[nn.Parameter] = set()
-    converted = _count((one for layer in in_fp8 for one in layer.parameters(recurse=False)), counted) or 0
-    parts = [(one.path, _reason(one), one.layer.parameters()) for one in layers if one.layer not in in_fp8]
+    converted = _count((parameter for layer in in_fp8 for parameter in layer.parameters(recurse=False)), counted) or 0
+    parts = [(spec.path, _reason(spec), spec.layer.parameters()) for spec in layers if spec.layer not in in_fp8]
     parts += [(row.path, "outside of linear layers", iter([parameter])) for row, parameter in plan.large_parameters]
     groups: dict[str, Counter[str]] = {}
     for path, reason, parameters in parts:
         # None for a part of a layer that has been counted
         if (size := _count(parameters, counted)) is not None:
             groups.setdefault(re.split("[:;]", reason)[0], Counter())[path] = size
-    others = [(sizes.total(), _names(sizes), f", {reason}") for reason, sizes in groups.items()]
+    rest = [(sizes.total(), _names(sizes), f", {reason}") for reason, sizes in groups.items()]
     convolutions = [layer for _, layer in plan.modules if isinstance(layer, _ConvNd)]
-    size = _count((one for layer in convolutions for one in layer.parameters()), counted) or 0
+    size = _count((parameter for layer in convolutions for parameter in layer.parameters()), counted) or 0
     if size >= LARGE_SHARE * whole:
-        others.append((size, f"{len(convolutions)} convolution{'s' if len(convolutions) > 1 else ''}", ""))
-    others.sort(key=lambda other: -other[0])
-    named = "; ".join(f"{names} ({_share(size / whole)}{reason})" for size, names, reason in others)
+        rest.append((size, f"{len(convolutions)} convolution{'s' if len(convolutions) > 1 else ''}", ""))
+    rest.sort(key=lambda other: -other[0])
+    named = "; ".join(f"{names} ({_share(size / whole)}{reason})" for size, names, reason in rest)
     return (
         f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
         + (f" (min_features={limit})" if limit else "")
@@ -68,8 +68,8 @@ def coverage(plan: ConversionPlan) -> str:
     )
 
 
-def _reason(one: PlannedLayer) -> str:
-    return one.reason or ("fell back to bf16" if isinstance(one.layer, Fp8Module) else "not converted")
+def _reason(spec: PlannedLayer) -> str:
+    return spec.reason or ("fell back to bf16" if isinstance(spec.layer, Fp8Module) else "not converted")
 
 
 def _count(parameters: Iterable[nn.Parameter], counted: set[nn.Parameter]) -> int | None:

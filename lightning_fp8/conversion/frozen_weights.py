@@ -97,4 +97,4 @@ def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | Non
 
 def _uses(modules: Sequence[nn.Module]) -> Counter[int]:
     """How many modules hold each parameter, by its ``id``."""
-    return Counter(id(one) for module in modules for one in module._parameters.values())
+    return Counter(id(parameter) for module in modules for parameter in module._parameters.values())

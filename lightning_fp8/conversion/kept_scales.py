@@ -67,10 +67,10 @@ def load_kept_scales(state: ScalingState, modules: Sequence[tuple[str, nn.Module
         ValueError: if an entry is malformed.
     """
     for path, module in modules:
-        kept = _kept.pop(module, None)
-        if kept is not None and kept.entries and kept.versions.items() <= _versions(module).items():
+        scales = _kept.pop(module, None)
+        if scales is not None and scales.entries and scales.versions.items() <= _versions(module).items():
             prefix = f"{path}." if path else ""
-            load_entries(state, {prefix + name: kept.entries[name] for name in kept.entries}, False, prefix)
+            load_entries(state, {prefix + name: scales.entries[name] for name in scales.entries}, False, prefix)
 
 
 def _versions(model: nn.Module) -> dict[int, int | None]:

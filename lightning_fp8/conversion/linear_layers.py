@@ -44,7 +44,7 @@ def register_linear(kind: KindT) -> KindT:
 
 def inherits_forward(kind: type[nn.Module]) -> bool:
     """Whether a class has the ``forward`` of ``nn.Linear`` or of a registered class."""
-    return any(issubclass(kind, one) and kind.forward is one.forward for one in _registered)
+    return any(issubclass(kind, base) and kind.forward is base.forward for base in _registered)
 
 
 def is_named_linear(layer: nn.Module) -> bool:
@@ -58,10 +58,10 @@ def is_named_linear(layer: nn.Module) -> bool:
 
 def how_recognised(kind: type[nn.Module]) -> str | None:
     """How layers of this class are known to be linear; None for ``nn.Linear`` itself."""
-    for one in _registered:
-        if issubclass(kind, one) and kind.forward is one.forward:
-            inherited = f"with the `forward` of {'nn.Linear' if one is nn.Linear else one.__name__}"
-            by = inherited if one is nn.Linear else f"{inherited}, by `register_linear`"
+    for base in _registered:
+        if issubclass(kind, base) and kind.forward is base.forward:
+            inherited = f"with the `forward` of {'nn.Linear' if base is nn.Linear else base.__name__}"
+            by = inherited if base is nn.Linear else f"{inherited}, by `register_linear`"
             return None if kind is nn.Linear else by
     return "its `forward` computes F.linear, by a probe"
 

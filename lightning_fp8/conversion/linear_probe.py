@@ -82,9 +82,9 @@ def difference_from_linear(layer: nn.Module) -> str | None:
 
 def _reason_not_to_try(layer: nn.Module) -> str | None:
     named = (*layer.named_parameters(), *layer.named_buffers(), *_settings(layer).items())
-    others = [name for name, one in named if isinstance(one, Tensor) and name not in _OWN_TENSORS]
-    if others:
-        return f"it also has {', '.join(others[:3])}"
+    extra = [name for name, value in named if isinstance(value, Tensor) and name not in _OWN_TENSORS]
+    if extra:
+        return f"it also has {', '.join(extra[:3])}"
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, nn.Parameter) or not hasattr(layer, "bias"):
         return "it has no parameter `weight`, or no `bias`, which may be None"
@@ -97,7 +97,7 @@ def _reason_not_to_try(layer: nn.Module) -> str | None:
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
     # `fully_shard` keeps its state under names that begin with two underscores
-    return {name: one for name, one in vars(layer).items() if name not in _OF_MODULES and not name.startswith("__")}
+    return {name: var for name, var in vars(layer).items() if name not in _OF_MODULES and not name.startswith("__")}
 
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
@@ -150,15 +150,15 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self._memory = {one.untyped_storage().data_ptr() for one in tensors if one.numel()}
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise _OtherError(f"it communicates with other processes, by {func}")
-        given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **(kwargs or {})}
-        for one in func._schema.arguments:
-            if one.alias_info is not None and one.alias_info.is_write:
-                written = tree_leaves(given.get(one.name))
+        values = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        for arg in func._schema.arguments:
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                written = tree_leaves(values.get(arg.name))
                 if any(isinstance(to, Tensor) and to.untyped_storage().data_ptr() in self._memory for to in written):
                     raise _OtherError(_CHANGES)
         return func(*args, **(kwargs or {}))
@@ -196,7 +196,7 @@ def _compare(layer: nn.Module, case: _Case, generator: torch.Generator) -> None:
         sizes = (10 ** torch.linspace(-3, 3, math.prod(rows))).view(*rows, 1)
         x = (torch.randn(*rows, k, generator=generator) * sizes).to(case.inputs).requires_grad_()
         dy = torch.randn(*rows, n, generator=generator)
-        tensors = [one for one in (x, weight, bias) if one is not None]
+        tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
         before = _state(layer, tensors)
         with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
             with _Operators(tensors):
@@ -204,8 +204,8 @@ def _compare(layer: nn.Module, case: _Case, generator: torch.Generator) -> None:
             expected = F.linear(x, weight, bias)
         is_same = isinstance(y, Tensor) and (y.dtype, y.shape) == (expected.dtype, expected.shape)
         if not is_same and not (case.autocast and _is_promoted(y, x, weight, bias)):
-            given = f"{dtype_name(y.dtype)} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-            raise _OtherError(f"{case} it gives {given}, not {dtype_name(expected.dtype)} {list(expected.shape)}")
+            actual = f"{dtype_name(y.dtype)} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            raise _OtherError(f"{case} it gives {actual}, not {dtype_name(expected.dtype)} {list(expected.shape)}")
         if _state(layer, tensors) != before:
             raise _OtherError(_CHANGES)
         dy = dy.to(y.dtype)
@@ -214,17 +214,17 @@ def _compare(layer: nn.Module, case: _Case, generator: torch.Generator) -> None:
         # hooks of tensors run in backward
         if _state(layer, tensors) != before:
             raise _OtherError(_CHANGES)
-        terms = [one.detach().abs().float().requires_grad_() for one in tensors]
+        terms = [tensor.detach().abs().float().requires_grad_() for tensor in tensors]
         bound, allowed = F.linear(*terms), _ROUNDINGS * torch.finfo(expected.dtype).eps
-        found = zip(
+        comparisons = zip(
             ("output", "gradient of the input", "gradient of the weight", "gradient of the bias"),
             (y, *gradients),
             (expected, *torch.autograd.grad(expected, tensors, dy)),
             (bound, *torch.autograd.grad(bound, terms, dy.abs().float())),
             strict=False,
         )
-        for name, one, other, most in found:
-            if one is None or not ((one.float() - other.float()).abs() <= allowed * most).all():
+        for name, result, reference, most in comparisons:
+            if result is None or not ((result.float() - reference.float()).abs() <= allowed * most).all():
                 raise _OtherError(f"{case} its {name} is another")
 
 
@@ -241,17 +241,17 @@ def _is_promoted(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> b
 
 def _state(layer: nn.Module, tensors: list[Tensor]) -> Any:
     """What a call may not change. Attributes that cannot be pickled are compared by identity."""
-    attributes = [{name: _content(name, one) for name, one in vars(part).items()} for part in layer.modules()]
-    of_class = {name: one for name, one in vars(own_class(layer)).items() if isinstance(one, SETTINGS)}
-    hooks = [tuple(one._backward_hooks or ()) for one in tensors]
-    return attributes, of_class, hooks, [(one.data_ptr(), one.requires_grad, one.grad is None) for one in tensors]
+    attributes = [{name: _content(name, value) for name, value in vars(part).items()} for part in layer.modules()]
+    of_class = {name: value for name, value in vars(own_class(layer)).items() if isinstance(value, SETTINGS)}
+    hooks = [tuple(leaf._backward_hooks or ()) for leaf in tensors]
+    return attributes, of_class, hooks, [(leaf.data_ptr(), leaf.requires_grad, leaf.grad is None) for leaf in tensors]
 
 
 def _content(name: str, value: Any) -> Any:
     if isinstance(value, SETTINGS):
         return value
     if name in _OF_MODULES and isinstance(value, dict):
-        return [(key, id(one)) for key, one in value.items()]
+        return [(key, id(entry)) for key, entry in value.items()]
     content = io.BytesIO()
     pickler = pickle.Pickler(content)
     # torch pickles a generator with the address of a copy of its state

@@ -60,17 +60,19 @@ class ConversionPlan:
     @property
     def chosen(self) -> list[tuple[PlannedLayer, type[Fp8Module]]]:
         """The layers that will run in FP8, each with its class."""
-        return [(one, one.becomes) for one in self.layers if one.becomes is not None]
+        return [(spec, spec.becomes) for spec in self.layers if spec.becomes is not None]
 
     @property
     def converted(self) -> list[tuple[str, Fp8Module]]:
         """Path and layer of each layer that is converted now, including those that have fallen back."""
-        return [(one.path, one.layer) for one in self.layers if isinstance(one.layer, Fp8Module)]
+        return [(spec.path, spec.layer) for spec in self.layers if isinstance(spec.layer, Fp8Module)]
 
     @property
     def restored(self) -> list[tuple[str, Fp8Module]]:
         """Path and layer of each converted layer that will be plain again."""
-        return [(one.path, one.layer) for one in self.layers if not one.becomes and isinstance(one.layer, Fp8Module)]
+        return [
+            (spec.path, spec.layer) for spec in self.layers if not spec.becomes and isinstance(spec.layer, Fp8Module)
+        ]
 
     @property
     def state(self) -> ScalingState:
@@ -90,14 +92,14 @@ class ConversionPlan:
     def rows(self) -> list[Candidate]:
         """See :func:`lightning_fp8.describe`."""
         modules = [module for _, module in self.modules]
-        fused, held = notes(modules), notes_on_weights(modules)
-        rows = (row_of(one, fused.get(one.layer), held.get(one.layer)) for one in self.layers)
+        fused, weight_notes = notes(modules), notes_on_weights(modules)
+        rows = (row_of(spec, fused.get(spec.layer), weight_notes.get(spec.layer)) for spec in self.layers)
         return [*rows, *(row for row, _ in self.large_parameters)]
 
     @property
     def device(self) -> torch.device:
         """The device of the first weight to convert that is not on the meta device."""
-        devices = (weight.device for one, _ in self.chosen for weight in gemm_weights(one.layer).values())
+        devices = (weight.device for spec, _ in self.chosen for weight in gemm_weights(spec.layer).values())
         return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
     def check(self) -> None:
@@ -109,12 +111,12 @@ class ConversionPlan:
         check_patterns_among(self.modules, self.ignore_modules, "ignore_modules")
         check_patterns_among(self.modules, tuple(self.settings.get("overrides", ())), "overrides")
         self._check_recipe()
-        for one in self.layers:
-            if isinstance(one.layer, Fp8Module):
-                for gemm in one.layer.fp8.values():
-                    gemm.precision.check(gemm.name, Choice(one.in_bf16))
-        for one, _ in self.chosen:
-            check_dtype(one.path, one.layer)
+        for spec in self.layers:
+            if isinstance(spec.layer, Fp8Module):
+                for gemm in spec.layer.fp8.values():
+                    gemm.precision.check(gemm.name, Choice(spec.in_bf16))
+        for spec, _ in self.chosen:
+            check_dtype(spec.path, spec.layer)
         if not self.chosen:
             raise NothingToConvertError(
                 f"There is nothing to convert in {type(self.modules[0][1]).__name__}: FP8 needs at least one plain"
@@ -134,7 +136,7 @@ class ConversionPlan:
 
     def _of_what_size(self) -> str:
         """The end of the message that FP8 needs a linear layer; it names the largest layer that is too small."""
-        small = [(one.path, min(sizes(one.layer), key=min)) for one in self.layers if one.is_too_small]
+        small = [(spec.path, min(sizes(spec.layer), key=min)) for spec in self.layers if spec.is_too_small]
         if not small:
             return "."
         path, largest = max(small, key=lambda of: (min(of[1]), max(of[1])))
@@ -158,21 +160,21 @@ def conversion_plan(
     Raises:
         TypeError, ValueError: for an invalid setting; :meth:`ConversionPlan.check` raises all other errors.
     """
-    asked = checked_settings(**settings)
+    settings = checked_settings(**settings)
     ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
-    known = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
-    new = {name: value for name, value in asked.items() if name not in ("overrides", "bf16_blocks")}
-    overrides = resolved_overrides(modules, asked)
+    fp8_layer = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
+    new = {name: value for name, value in settings.items() if name not in ("overrides", "bf16_blocks")}
+    overrides = resolved_overrides(modules, settings)
     if overrides is not None:
         new["overrides"] = overrides
-    config = Fp8Config(**{"recipe": default(), **new}) if known is None else replace(known.config, **new)
+    config = Fp8Config(**{"recipe": default(), **new}) if fp8_layer is None else replace(fp8_layer.config, **new)
     products = products_in_bf16(modules, config.recipe, config.overrides)
     if overrides is None:
         # the patterns may refer to paths in a larger model
         products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
     layers = tuple(planned_layers(modules, ignore_modules, config, products))
-    return ConversionPlan(modules, layers, ignore_modules, asked, config)
+    return ConversionPlan(modules, layers, ignore_modules, settings, config)
 
 
 def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:

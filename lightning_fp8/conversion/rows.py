@@ -52,12 +52,12 @@ class Candidate(NamedTuple):
         return f"{'fp8' if self.converted else '-':4}{self.path or '(root)'} ({self.kind}): {self.reason}"
 
 
-def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
+def row_of(spec: PlannedLayer, fused: str | None, weight_note: str | None) -> Candidate:
     """A layer's row, with the remarks on its fused block and on its weights."""
-    layer, in_bf16 = one.layer, f"{' and '.join(one.in_bf16)} in bf16" if one.in_bf16 else ""
+    layer, in_bf16 = spec.layer, f"{' and '.join(spec.in_bf16)} in bf16" if spec.in_bf16 else ""
     if not isinstance(layer, Fp8Module):
         planned = f"not converted yet: call `convert`{f'; then {in_bf16}' if in_bf16 else ''}"
-        return Candidate(one.path, type(layer).__name__, False, one.reason or planned)
+        return Candidate(spec.path, type(layer).__name__, False, spec.reason or planned)
     gemms, of_gemms = sizes(layer), list(layer.fp8.values())
     shapes = " and ".join(map(str, gemms))
     if isinstance(layer, Fp8Experts):
@@ -79,12 +79,12 @@ def row_of(one: PlannedLayer, fused: str | None, held: str | None) -> Candidate:
         how,
         computed_by(layer),
         in_bf16,
-        *(what + ", ".join(names) for what, names in named if names),
+        *(prefix + ", ".join(names) for prefix, names in named if names),
         fused,
-        held,
+        weight_note,
     ]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
-    return Candidate(one.path, layer.plain_class.__name__, layer.in_fp8, reason)
+    return Candidate(spec.path, layer.plain_class.__name__, layer.in_fp8, reason)
 
 
 def elements_of(modules: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
@@ -101,19 +101,19 @@ def large_parameters(
     Parameters whose paths differ only in numbers are counted together, as in a stack of layers: they are large if they
     make up at least ``LARGE_SHARE`` of the model's parameters.
     """
-    in_layers = {parameter for one in layers for parameter in one.layer.parameters()}
+    in_layers = {parameter for spec in layers for parameter in spec.layer.parameters()}
     passed_over = {part for _, layer in modules if isinstance(layer, _WITHOUT_GEMMS) for part in layer.modules()}
-    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    matrices: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for path, owner in modules:
         for name, parameter in owner.named_parameters(recurse=False):
             is_known = owner in passed_over or parameter in in_layers
             if not is_known and not is_lazy(parameter) and parameter.dim() >= 2:
-                found.setdefault(parameter, (f"{path}.{name}" if path else name, owner))
+                matrices.setdefault(parameter, (f"{path}.{name}" if path else name, owner))
     of_stacks: Counter[str] = Counter()
-    for parameter, (path, _) in found.items():
+    for parameter, (path, _) in matrices.items():
         of_stacks[numbered(path)] += parameter.numel()
-    least = max(1, LARGE_SHARE * sum(elements_of(modules).values())) if found else 1
-    for parameter, (path, owner) in found.items():
+    least = max(1, LARGE_SHARE * sum(elements_of(modules).values())) if matrices else 1
+    for parameter, (path, owner) in matrices.items():
         if of_stacks[numbered(path)] >= least:
             shape, kind = list(parameter.shape), own_class(owner).__name__
             reason = f"{shape} parameter of {kind}: no layer known here multiplies with it"

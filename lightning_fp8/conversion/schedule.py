@@ -165,8 +165,8 @@ def _check_value(key: Any, value: Any, pattern: str | None = None) -> None:
             names = ", ".join(map(repr, _NAMES))
             raise ValueError(f"{at} must be one of {names}, got {value!r}.{did_you_mean(value, _NAMES)}")
     elif not isinstance(value, Mapping) or not value or (pattern is not None and not _is_of_products(value)):
-        what = "a precision, or precisions by product" + (", or either by pattern of layers" if pattern is None else "")
-        raise ValueError(f"{at} must be {what}, got {value!r}. The products are {', '.join(map(repr, PRODUCTS))}.")
+        form = "a precision, or precisions by product" + (", or either by pattern of layers" if pattern is None else "")
+        raise ValueError(f"{at} must be {form}, got {value!r}. The products are {', '.join(map(repr, PRODUCTS))}.")
     elif _is_of_products(value):
         wrong = {product: chosen for product, chosen in value.items() if chosen not in _PRECISIONS}
         if wrong:
@@ -188,15 +188,15 @@ def _choices(
         if hint := did_you_mean(pattern, PRODUCTS):
             raise ValueError(f"{at}: {pattern!r} is none of the products {', '.join(map(repr, PRODUCTS))}.{hint}")
     check_patterns_among(modules, tuple(by_pattern), at)
-    found: dict[int, Choice] = {}
+    choices: dict[int, Choice] = {}
     for pattern, chosen in by_pattern.items():
         change = _change(at, chosen, state.recipe)
         parts = {part for path, module in modules if matches(path, (pattern,)) for part in module.modules()}
         positions = [gemm.module for part in parts if isinstance(part, Fp8Module) for gemm in part.fp8.values()]
         if not positions:
             raise ValueError(f"{at}: the pattern {pattern!r} matches no layer that runs in FP8: see `describe(model)`.")
-        found |= {position: change(found.get(position, AS_SET)) for position in positions}
-    return found
+        choices |= {position: change(choices.get(position, AS_SET)) for position in positions}
+    return choices
 
 
 def _change(at: str, chosen: Any, recipe: Recipe) -> Callable[[Choice], Choice]:
@@ -210,10 +210,10 @@ def _change(at: str, chosen: Any, recipe: Recipe) -> Callable[[Choice], Choice]:
         return lambda before: AS_SET
     if chosen == "bf16":
         return lambda before: BF16
-    others = f" or {CurrentScaling.precision!r}" if recipe.from_history else ""
+    alternative = f" or {CurrentScaling.precision!r}" if recipe.from_history else ""
     raise ValueError(
         f"{at}: a run in {recipe.precision!r} cannot go on in {chosen!r}, whose scales have another layout. It can in"
-        f" 'bf16'{others}; for {chosen!r}, resume from a checkpoint in a run with that precision."
+        f" 'bf16'{alternative}; for {chosen!r}, resume from a checkpoint in a run with that precision."
     )
 
 

@@ -29,11 +29,11 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: for an invalid one; the message has its name, the rule and the value.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name, value in given.items():
+    arguments = {name: value for name, value in settings.items() if value is not None}
+    for name, value in arguments.items():
         if name in _CHECKS:
             _CHECKS[name](value)
-    return {name: _FORMS[name](value) if name in _FORMS else value for name, value in given.items()}
+    return {name: _FORMS[name](value) if name in _FORMS else value for name, value in arguments.items()}
 
 
 def _check_recipe(recipe: Any) -> None:
@@ -115,17 +115,17 @@ def products_in_bf16(
 
     Later overrides win over earlier ones, product by product.
     """
-    found = {module: (recipe.in_bf16, "the recipe") for _, module in modules}
+    by_module = {module: (recipe.in_bf16, "the recipe") for _, module in modules}
     for pattern, chosen, source in overrides:
         for part in {part for path, module in modules if matches(path, (pattern,)) for part in module.modules()}:
-            before, by = found[part]
-            in_bf16 = tuple(one for one in PRODUCTS if chosen.get(one, "bf16" if one in before else "fp8") == "bf16")
-            found[part] = in_bf16, by if in_bf16 == before else source
-    return found
+            before, by = by_module[part]
+            in_bf16 = tuple(p for p in PRODUCTS if chosen.get(p, "bf16" if p in before else "fp8") == "bf16")
+            by_module[part] = in_bf16, by if in_bf16 == before else source
+    return by_module
 
 
 def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int, int]) -> Iterator[Override]:
-    (first, last), asked = bf16_blocks, f"`bf16_blocks={bf16_blocks}`"
+    (first, last), setting = bf16_blocks, f"`bf16_blocks={bf16_blocks}`"
     if not first + last:
         return
     lists = {path: module for path, module in modules if isinstance(module, nn.ModuleList)}
@@ -136,15 +136,15 @@ def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int,
     longest = [path for path, length in lengths.items() if length == most]
     instead = 'Choose layers with `overrides`, as in `overrides={"encoder.layers.0": "bf16"}`.'
     if not most:
-        raise ValueError(f"{asked}: {type(modules[0][1]).__name__} has no `nn.ModuleList` of blocks. {instead}")
+        raise ValueError(f"{setting}: {type(modules[0][1]).__name__} has no `nn.ModuleList` of blocks. {instead}")
     if len(longest) > 1:
         raise ValueError(
-            f"{asked} applies to the longest `nn.ModuleList`, but {len(longest)} have {most} blocks:"
+            f"{setting} applies to the longest `nn.ModuleList`, but {len(longest)} have {most} blocks:"
             f" {', '.join(map(repr, longest))}. {instead}"
         )
     (path,) = longest
     if first + last > most:
-        raise ValueError(f"{asked}: the longest `nn.ModuleList`, {path!r}, has only {most} blocks.")
+        raise ValueError(f"{setting}: the longest `nn.ModuleList`, {path!r}, has only {most} blocks.")
     for at in (*range(first), *range(most - last, most)):
-        source = f"{asked}: block {at} of {most} in {path!r}"
+        source = f"{setting}: block {at} of {most} in {path!r}"
         yield Override(glob.escape(f"{path}.{at}" if path else str(at)), dict.fromkeys(PRODUCTS, "bf16"), source)

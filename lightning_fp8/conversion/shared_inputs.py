@@ -108,10 +108,10 @@ def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
         return []
     own = function.args.args[0].arg
     attributes = [part for part in parts if isinstance(part, ast.Attribute)]
-    uses = Counter(one.attr for one in attributes if _is_name(one.value, own))
+    uses = Counter(use.attr for use in attributes if _is_name(use.value, own))
     # reading the weight of a layer, as in `self.q_proj.weight`, does not call it
     uses -= Counter(
-        one.value.attr for one in attributes if isinstance(one.value, ast.Attribute) and _is_name(one.value.value, own)
+        use.value.attr for use in attributes if isinstance(use.value, ast.Attribute) and _is_name(use.value.value, own)
     )
     groups = _groups(function.body, own)
     return [names for group in groups if len(names := [name for name in group if uses[name] == 1]) > 1]
@@ -119,19 +119,19 @@ def _calls_of_one_name(forward: Callable[..., Any]) -> list[list[str]]:
 
 def _groups(block: Sequence[ast.stmt], own: str) -> Iterator[list[str]]:
     """The layers called in a block and in its nested blocks, grouped by argument."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for statement in block:
         for inner in _inner_blocks(statement):
             yield from _groups(inner, own)
         for event in _events(statement, own):
             if event.name is None:
-                yield from found.values()
-                found = {}
+                yield from groups.values()
+                groups = {}
             elif event.layer is None:
-                yield found.pop(event.name, [])
+                yield groups.pop(event.name, [])
             else:
-                found.setdefault(event.name, []).append(event.layer)
-    yield from found.values()
+                groups.setdefault(event.name, []).append(event.layer)
+    yield from groups.values()
 
 
 def _inner_blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
@@ -167,21 +167,21 @@ def _calls_of_layers(call: ast.Call, own: str) -> list[_Event]:
         return [_Event(arguments[-1].id, function.attr)]
     if _called(call) != feed_forward.__name__ or not isinstance(arguments[0], ast.Tuple):
         return []
-    layers = [one for one in arguments[0].elts if isinstance(one, ast.Attribute) and _is_name(one.value, own)]
+    layers = [part for part in arguments[0].elts if isinstance(part, ast.Attribute) and _is_name(part.value, own)]
     return [_Event(arguments[-1].id, layer.attr) for layer in layers]
 
 
 def _names_among_arguments(call: ast.Call) -> Iterator[str]:
     """Names that are passed to any other function, which may change their tensors."""
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    while given:
-        argument = given.pop()
+    stack = [*call.args, *(keyword.value for keyword in call.keywords)]
+    while stack:
+        argument = stack.pop()
         if isinstance(argument, ast.Name):
             yield argument.id
         elif isinstance(argument, ast.Starred):
-            given.append(argument.value)
+            stack.append(argument.value)
         elif isinstance(argument, (ast.Tuple, ast.List)):
-            given += argument.elts
+            stack += argument.elts
 
 
 def _called(call: ast.Call) -> str:
