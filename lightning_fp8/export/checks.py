@@ -31,21 +31,21 @@ Product = tuple[nn.Module, type[Fp8Module], str]
 
 def refuse(file: Path, misfits: Misfits) -> None:
     """ValueError for the first misfit of which there are any tensors; those after it may depend on it."""
-    for what, names in misfits:
+    for misfit, names in misfits:
         if wrong := list(names):
-            raise ValueError(f"load_exported: {file}: tensors that {what}: {listed(wrong)}.")
+            raise ValueError(f"load_exported: {file}: tensors that {misfit}: {listed(wrong)}.")
 
 
 def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme) -> Misfits:
     """Each FP8 weight is in E4M3 and has scales of the right shapes; so has its input, unless scaled by its values."""
-    in_fp8 = [name for name, one in stored.items() if one.dtype == E4M3.dtype]
-    others = (
-        f"{name} ({dtype_name(one.dtype)})"
-        for name, one in stored.items()
-        if one.dtype.is_floating_point and one.dtype.itemsize == 1 and one.dtype != E4M3.dtype
+    in_fp8 = [name for name, entry in stored.items() if entry.dtype == E4M3.dtype]
+    other_formats = (
+        f"{name} ({dtype_name(entry.dtype)})"
+        for name, entry in stored.items()
+        if entry.dtype.is_floating_point and entry.dtype.itemsize == 1 and entry.dtype != E4M3.dtype
         if not name.endswith((scheme.suffix, scheme.input_name))
     )
-    yield f"hold codes of another format than {dtype_name(E4M3.dtype)}", others
+    yield f"hold codes of another format than {dtype_name(E4M3.dtype)}", other_formats
     inputs = [scheme.input_of(name) for name in in_fp8]
     if not scheme.static:
         there = (name for name in inputs if name in stored)
@@ -96,7 +96,7 @@ def misfits_of_pairs(scheme: Scheme, in_fp8: Sequence[str], numbers: Tensors) ->
     inputs = {name: numbers[scheme.input_of(name)] for name in in_fp8 if scheme.input_of(name) in numbers}
     yield (
         "have scales whose product with those of their inputs is not finite in float32",
-        (name for name, one in inputs.items() if not (numbers[scheme.scale_of(name)] * one).isfinite().all()),
+        (name for name, scale in inputs.items() if not (numbers[scheme.scale_of(name)] * scale).isfinite().all()),
     )
 
 
@@ -122,7 +122,7 @@ def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored])
     """Each tensor of the model, or one that it is tied to, is in the file, and the file has no other tensors."""
     yield "cannot be put together as transformers' rules for the model say", placed.unmerged
     there = {memory_of(tensor) for name, tensor in own.items() if name in placed.shapes}
-    lacking = (name for name, one in own.items() if name not in placed.shapes and memory_of(one) not in there)
+    lacking = (name for name, tensor in own.items() if name not in placed.shapes and memory_of(tensor) not in there)
     yield "the model has and the file lacks", (*placed.lacking, *lacking)
     yield (
         "the file has and the model lacks",
@@ -145,7 +145,7 @@ def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored])
     in_part: dict[str, set[bool]] = {}
     for piece in placed.pieces:
         in_part.setdefault(piece.target, set()).add(stored[piece.name].dtype == E4M3.dtype)
-    yield "are in FP8 in part", (name for name, found in in_part.items() if len(found) > 1)
+    yield "are in FP8 in part", (name for name, flags in in_part.items() if len(flags) > 1)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
@@ -157,7 +157,7 @@ def products_of(model: nn.Module, plain: Sequence[str]) -> dict[str, Product]:
 
     A shared layer has them under each of its names.
     """
-    kinds = {one.layer: kind for one, kind in conversion_plan(model, plain, min_features=0).chosen}
+    kinds = {spec.layer: kind for spec, kind in conversion_plan(model, plain, min_features=0).chosen}
     return {
         gemm_key(plain_path(path), kinds[layer], gemm): (layer, kinds[layer], gemm)
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -208,7 +208,7 @@ def misfits_of_codes(
 def misfits_of_merges(source: Source, in_fp8: Collection[str], products: Mapping[str, Product]) -> Misfits:
     """The scales of a weight's parts are those of the weight, without rounding its codes again."""
     by_target = source.placed.by_target
-    rows = [parameter_of(key, one) for key, one in products.items() if one[1].weight_is_k_by_n]
+    rows = [parameter_of(key, product) for key, product in products.items() if product[1].weight_is_k_by_n]
     yield (
         "have scales from which no scales of the weight can be made that consists of them (load it without `frozen`)",
         (
@@ -229,6 +229,6 @@ def misfits_of_values(source: Source, own: Tensors, lost: Sequence[str]) -> Misf
             f"{name} and {first[memory_of(own[name])]}"
             for name in source.placed.shapes
             if first.setdefault(memory_of(own[name]), name) != name
-            and not torch.equal(*(assembled(source, one, own[name]) for one in (name, first[memory_of(own[name])])))
+            and not torch.equal(*(assembled(source, alias, own[name]) for alias in (name, first[memory_of(own[name])])))
         ),
     )

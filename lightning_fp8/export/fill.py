@@ -65,21 +65,21 @@ class Source:
         """The scale of a weight of the model; None if its parts have none together."""
         pieces = self.placed.by_target[target]
         shapes = [self.shards.stored[piece.name].shape for piece in pieces]
-        return scale_of_pieces(pieces, [self.scales[one.name] for one in pieces], shapes, self.placed.shapes[target])
+        return scale_of_pieces(pieces, [self.scales[part.name] for part in pieces], shapes, self.placed.shapes[target])
 
 
 def assembled(source: Source, target: str, like: Tensor) -> Tensor:
     """A tensor of the model with the values of the checkpoint, in the dtype of ``like``."""
     pieces = {piece.name: piece for piece in source.placed.by_target[target]}
-    made = torch.empty(like.shape, dtype=like.dtype)
+    result = torch.empty(like.shape, dtype=like.dtype)
     for name, tensor in source.shards.tensors(pieces):
-        made[pieces[name].at] = source.values(name, tensor)[pieces[name].of].to(like.dtype)
-    return made
+        result[pieces[name].at] = source.values(name, tensor)[pieces[name].of].to(like.dtype)
+    return result
 
 
 def without_memory(model: nn.Module, names: Collection[str]) -> dict[str, torch.device]:
     """Put parameters that only one module holds on the meta device; returns where these were, by name."""
-    uses = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items() if name in names}
     alone = {name: tensor for name, tensor in own.items() if uses[id(tensor)] == 1}
     new: dict[int, Tensor] = {}
@@ -135,11 +135,11 @@ def _with_memory(model: nn.Module, kept: Collection[str], devices: Mapping[str, 
     for name, tensor in own.items():
         if tensor.is_meta and name not in kept and id(tensor) not in new:
             place = devices.get(name, _place(tensor))
-            made = torch.empty(tensor.shape, dtype=_dtype(model, name, tensor), device=place)
+            replacement = torch.empty(tensor.shape, dtype=_dtype(model, name, tensor), device=place)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                made.__dict__.update(vars(tensor))
-            new[id(tensor)] = made
+                replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+                replacement.__dict__.update(vars(tensor))
+            new[id(tensor)] = replacement
     _replace(model, new)
     return {name: new.get(id(tensor), tensor) for name, tensor in own.items()}
 
@@ -153,8 +153,8 @@ def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: lis
     first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
     if first.k_by_n:
         codes, scale_inv = codes.mT, scale_inv.mT if scale_inv.dim() > 1 else scale_inv
-    made = from_codes(codes, scale_inv, former.dtype, first.weight_name, first.k_by_n, E4M3)
-    replace_weight(cast(nn.Module, first.layer), gemms, former, made)
+    weight = from_codes(codes, scale_inv, former.dtype, first.weight_name, first.k_by_n, E4M3)
+    replace_weight(cast(nn.Module, first.layer), gemms, former, weight)
 
 
 def _dtype(model: nn.Module, name: str, tensor: Tensor) -> torch.dtype:
@@ -173,13 +173,13 @@ def _place(tensor: Tensor) -> torch.device:
 def _replace(model: nn.Module, new: Mapping[int, Tensor]) -> None:
     """Replace parameters and buffers in all modules that hold them, by the ``id`` of the former ones."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            changed = {name: new[id(one)] for name, one in held.items() if one is not None and id(one) in new}
-            held.update(cast(dict[str, Any], changed))
+        for tensors in (module._parameters, module._buffers):
+            changed = {name: new[id(old)] for name, old in tensors.items() if old is not None and id(old) in new}
+            tensors.update(cast(dict[str, Any], changed))
         if isinstance(module, Fp8Module):
-            made = {id(one) for one in new.values()}
+            new_ids = {id(tensor) for tensor in new.values()}
             for gemm, weight in module.gemms():
-                if id(weight) in made:
+                if id(weight) in new_ids:
                     gemm.on_sharding(weight)
                     gemm.reference = Stamped()
 
@@ -190,14 +190,14 @@ def missing_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     Raises:
         ValueError: if it does not make them all; the message names those and the remedy.
     """
-    found: list[tuple[nn.Module, str, Tensor]] = []
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
     failed: list[str] = []
     initialisers = _initialisers(model)
     for path, module in named_modules(model):
         empty = {
-            name: torch.full(one.shape, _unset(one), dtype=one.dtype, device=_place(one))
-            for name, one in module._buffers.items()
-            if one is not None and one.is_meta and name in module._non_persistent_buffers_set
+            name: torch.full(buffer.shape, _unset(buffer), dtype=buffer.dtype, device=_place(buffer))
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
         }
         if not empty:
             continue
@@ -207,18 +207,18 @@ def missing_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
             twin.__dict__["_buffers"] = {**module._buffers, **empty}
             with torch.no_grad():
                 initialisers[module](twin)
-        for name, made in empty.items():
-            unset = made.isnan() if made.is_floating_point() else made == _unset(made)
-            if bool(unset.any()) or made.dtype == torch.bool:
+        for name, buffer in empty.items():
+            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+            if bool(unset.any()) or buffer.dtype == torch.bool:
                 failed.append(".".join(filter(None, (plain_path(path), name))))
-            found.append((module, name, made))
+            buffers.append((module, name, buffer))
     if failed:
         raise ValueError(
             f"load_exported: {type(model).__name__} has buffers on the meta device that checkpoints do not hold"
             f" (`persistent=False`): {listed(failed)}. Build the model outside of `torch.device('meta')`, or set these"
             " buffers first."
         )
-    return found
+    return buffers
 
 
 def _unset(buffer: Tensor) -> float:

@@ -124,7 +124,7 @@ def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[st
         TypeError: if an entry is not a tensor, or is a sharded one.
         ValueError: if an entry has no values (``meta`` device), unless ``on_meta``.
     """
-    found: dict[str, tuple[str, Tensor]] = {}
+    entries: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         name = plain_path(key)
         if not isinstance(tensor, Tensor):
@@ -141,8 +141,8 @@ def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[st
             raise ValueError(
                 f"{name} is on the meta device and has no values. Call `model.to_empty(device=...)` first."
             )
-        found[name] = key, tensor
-    return found
+        entries[name] = key, tensor
+    return entries
 
 
 def memory_of(tensor: Tensor) -> Hashable:
@@ -195,7 +195,7 @@ def _scales_from(name: str, entry: Any, roles: tuple[str, ...]) -> Scales:
     if not isinstance(entry, dict) or entry.keys() != set(roles):
         wanted = " and ".join(map(repr, roles))
         raise ValueError(f"{name!r} must be null or have {wanted}, got {reprlib.repr(entry)}")
-    found = {}
+    scales = {}
     for role in roles:
         try:
             scale = torch.tensor(float.fromhex(entry[role]), dtype=torch.float32)
@@ -205,8 +205,8 @@ def _scales_from(name: str, entry: Any, roles: tuple[str, ...]) -> Scales:
             ) from error
         if not is_scale(scale):
             raise ValueError(f"the scale {role!r} of {name!r} must be {SCALE_RULE}, got {printable(entry[role])}")
-        found[role] = scale
-    return Scales(**found)
+        scales[role] = scale
+    return Scales(**scales)
 
 
 def is_scale(scale: Tensor) -> bool:

@@ -125,8 +125,8 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
         model.requires_grad_(False)
         devices = without_memory(model, in_fp8)
     convert(model, recipe, plain, min_features=0, frozen_weights=frozen_weights)
-    kept = _kept(products, devices)
-    fill(model, source, kept, devices)
+    kept_gemms = _kept(products, devices)
+    fill(model, source, kept_gemms, devices)
     # it was made while weights were on the meta device
     scaling_state(model).to(conversion_plan(model).device)
     for module, name, buffer in buffers:
@@ -139,7 +139,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
         _sources[without_wrappers(model)] = source
     else:
         _sources.pop(without_wrappers(model), None)
-    if rounded := [target for target in again if target not in kept]:
+    if rounded := [target for target in again if target not in kept_gemms]:
         warnings.warn(
             f"load_exported: {file}: {len(rounded)} weights are rounded to FP8 a second time, because a weight here is"
             f" scaled by its own values, and these codes do not reach the largest one: {listed(rounded)}.",
@@ -161,7 +161,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     stored, file = shards.stored, shards.path
     scheme = scheme_of(folder, stored)
     refuse(file, misfits_of_file(stored, scheme))
-    in_fp8 = [name for name, one in stored.items() if one.dtype == E4M3.dtype]
+    in_fp8 = [name for name, entry in stored.items() if entry.dtype == E4M3.dtype]
     try:
         metadata = from_metadata(shards.metadata.get(file), not scheme.static)
     except ValueError as error:
@@ -172,9 +172,9 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     of_weights = {scheme.scale_of(name): name for name in (*in_fp8, *exact)}
     of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *exact)}
     apart = {name for name in stored if name in of_inputs or scheme.is_of_cache(name)}
-    read = {name: one.clone() for name, one in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
-    scales_read = {name: one for name, one in read.items() if not scheme.is_of_cache(name)}
-    numbers = scales_read if scheme.in_e8m0 else {name: one.float() for name, one in scales_read.items()}
+    read = {name: tensor.clone() for name, tensor in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
+    scales_read = {name: scale for name, scale in read.items() if not scheme.is_of_cache(name)}
+    numbers = scales_read if scheme.in_e8m0 else {name: scale.float() for name, scale in scales_read.items()}
     refuse(file, misfits_of_scales(numbers, scheme.in_e8m0))
     scales = {}
     for name in in_fp8:
@@ -185,11 +185,11 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     if metadata is not None:
         refuse(file, misfits_of_metadata(scheme, in_fp8, numbers, metadata))
     names = [name for name in stored if name not in read]
-    found = placed(
-        model, {name: tuple(one.shape) for name, one in own.items()}, {name: stored[name].shape for name in names}
+    placement = placed(
+        model, {name: tuple(tensor.shape) for name, tensor in own.items()}, {name: stored[name].shape for name in names}
     )
-    refuse(file, misfits_of_names(found, own, stored))
-    return Source(shards, scheme, found, scales, {name: read[name] for name in apart}, exact)
+    refuse(file, misfits_of_names(placement, own, stored))
+    return Source(shards, scheme, placement, scales, {name: read[name] for name in apart}, exact)
 
 
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
@@ -199,10 +199,10 @@ def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
     fits = fits and (recipe.current.in_e8m0 or not scheme.in_e8m0)
     if fits and (recipe.from_history or not recipe.current.margin):
         return
-    what = "has static scales of inputs" if scheme.static else "scales inputs by their own values, with no margin"
-    what = f"has a scale for each {'group' if scheme.in_e8m0 else 'block'} of a weight" if in_blocks else what
+    trait = "has static scales of inputs" if scheme.static else "scales inputs by their own values, with no margin"
+    trait = f"has a scale for each {'group' if scheme.in_e8m0 else 'block'} of a weight" if in_blocks else trait
     raise ValueError(
-        f"load_exported: the model is converted with {recipe}, and {file} {what}. Call"
+        f"load_exported: the model is converted with {recipe}, and {file} {trait}. Call"
         " `lightning_fp8.unconvert(model)` first."
     )
 
@@ -215,7 +215,7 @@ def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], weights: Col
         for name, _ in layer.named_parameters(recurse=False)
         if joined(plain_path(path), name) in weights
     }
-    return [glob.escape(one.path) for one in layers if chosen.isdisjoint(one.layer.modules())]
+    return [glob.escape(spec.path) for spec in layers if chosen.isdisjoint(spec.layer.modules())]
 
 
 def _inputs(
@@ -226,9 +226,9 @@ def _inputs(
         return {name: scales and scales.input for name, scales in source.exact.items()}
     if not (source.scheme.static and recipe.from_history):
         # those that no layer has, under their own names
-        found = {key: parameter_of(key, product) for key, product in products.items()}
-        keys = [key for key, target in found.items() if target in in_fp8]
-        return dict.fromkeys([*keys, *(target for target in in_fp8 if target not in found.values())])
+        targets = {key: parameter_of(key, product) for key, product in products.items()}
+        keys = [key for key, target in targets.items() if target in in_fp8]
+        return dict.fromkeys([*keys, *(target for target in in_fp8 if target not in targets.values())])
     scales: dict[tuple[str, int | None], dict[float, str]] = {}
     for name, _, target, at in source.placed.pieces:
         if name in source.scales:
@@ -298,11 +298,11 @@ def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[st
 
 def _kept(products: Mapping[str, Product], names: Collection[str]) -> dict[str, list[Gemm]]:
     """The weights among these that are to be kept in FP8 only, with their GEMMs."""
-    found: dict[str, list[Gemm]] = {}
+    by_name: dict[str, list[Gemm]] = {}
     for key, (layer, kind, gemm) in products.items():
         if (name := parameter_of(key, (layer, kind, gemm))) in names and isinstance(layer, Fp8Module):
-            found.setdefault(name, []).append(layer.fp8[gemm])
-    return {name: gemms for name, gemms in found.items() if all(gemm.weight_cast.fp8_only for gemm in gemms)}
+            by_name.setdefault(name, []).append(layer.fp8[gemm])
+    return {name: gemms for name, gemms in by_name.items() if all(gemm.weight_cast.fp8_only for gemm in gemms)}
 
 
 def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: Collection[str]) -> None:
@@ -310,8 +310,8 @@ def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: C
     margin = 2.0**state.recipe.current.margin
     entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
     for path, layer in model.named_modules(remove_duplicate=False):
-        for gemm, held in layer.fp8.items() if isinstance(layer, Fp8Module) else ():
-            key, name = gemm_key(plain_path(path), type(layer), gemm), tensor_name(held.name, "input")
+        for gemm, fp8_gemm in layer.fp8.items() if isinstance(layer, Fp8Module) else ():
+            key, name = gemm_key(plain_path(path), type(layer), gemm), tensor_name(fp8_gemm.name, "input")
             # an attention is converted as a whole: its projections that are not FP8 fall back
             if key in inputs and key not in fallen:
                 entries[name] = _entry(inputs[key] if state.recipe.from_history else None, margin)

@@ -63,18 +63,18 @@ class Placed:
     @cached_property
     def by_target(self) -> dict[str, list[Piece]]:
         """The pieces of each tensor of the model, once all are known."""
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
-            found.setdefault(piece.target, []).append(piece)
-        return found
+            pieces.setdefault(piece.target, []).append(piece)
+        return pieces
 
     @cached_property
     def by_name(self) -> dict[str, list[Piece]]:
         """The pieces of each tensor of the file, once all are known."""
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
-            found.setdefault(piece.name, []).append(piece)
-        return found
+            pieces.setdefault(piece.name, []).append(piece)
+        return pieces
 
     def add(self, name: str, target: str, shape: Shape, of: Index | None = None) -> None:
         """A tensor of a file, or a part of one, that is a tensor of the model."""
@@ -159,17 +159,17 @@ class _Rules:
         """Add the pieces of tensors that one rule puts together, or of the tensor that it splits."""
         rule = self._by_pattern[next(iter(by_pattern))]
         kinds = [type(operation).__name__ for operation in rule.operations]
-        names = [name for found in by_pattern.values() for name in found]
+        names = [name for matches in by_pattern.values() for name in matches]
         if kinds in (["Chunk"], ["Split"]) and len(names) == 1:
             self._split(names[0], target, rule, stored[names[0]], result)
             return
         # by pattern, in the order in which the rule joins them
         groups, lacking = [], len(result.lacking)
         for pattern in rule.source_patterns:
-            found = by_pattern.get(pattern, [])
+            matches = by_pattern.get(pattern, [])
             if kinds[0] == "MergeModulelist":
-                found = self._by_number(pattern, found, self.own[target][0], result)
-            groups.append([_Assembled.of(name, stored[name]) for name in found])
+                matches = self._by_number(pattern, matches, self.own[target][0], result)
+            groups.append([_Assembled.of(name, stored[name]) for name in matches])
         if len(result.lacking) > lacking:
             return
         for operation, kind in zip(rule.operations, kinds):
@@ -183,43 +183,43 @@ class _Rules:
         if len(groups) != 1 or len(groups[0]) != 1:
             result.unmerged += [f"{name} {stored[name]} ({', '.join(kinds)})" for name in names]
             return
-        made = groups[0][0]
-        result.shapes[target] = made.shape
-        result.pieces += [Piece(name, whole(shape), target, at) for name, shape, at in made.parts]
+        tensor = groups[0][0]
+        result.shapes[target] = tensor.shape
+        result.pieces += [Piece(name, whole(shape), target, at) for name, shape, at in tensor.parts]
 
     def _by_number(self, pattern: str, names: list[str], count: int, result: Placed) -> list[str]:
         """The names by the number that each has in place of the pattern's ``*``; notes those that are not there."""
-        found: dict[int, str] = {}
+        by_number: dict[int, str] = {}
         around = ("", "")
         for name in names:
             match = re.search(pattern.replace("*.", r"(?P<number>\d+)\."), self._rename(name, self._renamings, [])[0])
             number = int(match["number"]) if match is not None and len(match["number"]) < 10 else -1
-            if number in found:
-                result.twice.append(f"{name} and {found[number]}")
+            if number in by_number:
+                result.twice.append(f"{name} and {by_number[number]}")
             elif not 0 <= number < count:
                 # unknown to the model
                 result.pieces.append(Piece(name, (), name, ()))
             else:
-                found[number] = name
+                by_number[number] = name
                 begin, _, end = name.rpartition(f".{number}.")
                 around = begin, end
-        missing = (number for number in range(count if found else 0) if number not in found)
+        missing = (number for number in range(count if by_number else 0) if number not in by_number)
         result.lacking += [f"{around[0]}.{number}.{around[1]}" for number in missing]
-        return [found[number] for number in sorted(found)]
+        return [by_number[number] for number in sorted(by_number)]
 
     def _split(self, name: str, target: str, rule: Any, shape: Shape, result: Placed) -> None:
         """A file's tensor that is several of the model: of equal sizes, or of those that these have."""
         dim = rule.operations[0].dim
         targets = [target.replace(rule.target_patterns[0], other) for other in rule.target_patterns]
-        sizes = [self.own[one][dim] for one in targets if one in self.own]
+        sizes = [self.own[key][dim] for key in targets if key in self.own]
         if len(sizes) < len(targets) or sum(sizes) != shape[dim]:
             result.unmerged.append(f"{name} {shape} (into {', '.join(targets)})")
             return
         begin = 0
-        for one, size in zip(targets, sizes):
+        for key, size in zip(targets, sizes):
             part, of = [*shape], [*whole(shape)]
             part[dim], of[dim] = size, slice(begin, begin + size)
-            result.add(name, one, tuple(part), tuple(of))
+            result.add(name, key, tuple(part), tuple(of))
             begin += size
 
 
@@ -236,23 +236,23 @@ class _Assembled(NamedTuple):
 
 def _agree(group: list[_Assembled], dim: int | None = None) -> bool:
     """Whether tensors have the same shape, apart from ``dim``."""
-    if dim is not None and any(dim >= len(one.shape) for one in group):
+    if dim is not None and any(dim >= len(tensor.shape) for tensor in group):
         return False
-    return len({one.shape if dim is None else one.shape[:dim] + one.shape[dim + 1 :] for one in group}) < 2
+    return len({tensor.shape if dim is None else tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in group}) < 2
 
 
 def _stacked(group: list[_Assembled]) -> _Assembled:
-    parts = [(name, shape, (number, *at)) for number, one in enumerate(group) for name, shape, at in one.parts]
+    parts = [(name, shape, (number, *at)) for number, tensor in enumerate(group) for name, shape, at in tensor.parts]
     return _Assembled((len(group), *group[0].shape), parts)
 
 
 def _joined(group: list[_Assembled], dim: int) -> _Assembled:
     parts: list[tuple[str, Shape, Index]] = []
     begin = 0
-    for one in group:
-        for name, shape, at in one.parts:
+    for tensor in group:
+        for name, shape, at in tensor.parts:
             part = at[dim]
             moved = part + begin if isinstance(part, int) else slice(part.start + begin, part.stop + begin)
             parts.append((name, shape, (*at[:dim], moved, *at[dim + 1 :])))
-        begin += one.shape[dim]
+        begin += tensor.shape[dim]
     return _Assembled((*group[0].shape[:dim], begin, *group[0].shape[dim + 1 :]), parts)

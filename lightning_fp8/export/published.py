@@ -73,8 +73,8 @@ COMPRESSED_TENSORS, HF_FP8 = "compressed-tensors", "hf-fp8"
 _INV, _SCALE = "_scale_inv", "_scale"
 _WORDS: dict[Kind, str] = {"tensor": "a weight", "row": "each row", "block": "each block", "group": "every 32 elements"}
 _LAYOUTS = {
-    one.name: one
-    for one in (
+    layout.name: layout
+    for layout in (
         Layout(None, {"tensor": _SCALE, "block": _INV}, "input_scale", linear_only=False),
         # transformers 5.23 computes the size of a block from the number of scales when it dequantizes
         Layout(HF_FP8, {"tensor": _INV, "block": _INV}, "activation_scale", plain_by_end=True),
@@ -90,7 +90,7 @@ def layout_named(name: str | None) -> Layout:
         ValueError: if there is none of this name.
     """
     if name is not None:
-        check_choice("export: `layout`", name, (one for one in _LAYOUTS if one is not None))
+        check_choice("export: `layout`", name, (choice for choice in _LAYOUTS if choice is not None))
     return _LAYOUTS[name]
 
 
@@ -114,18 +114,18 @@ def kind_of_file(layout: Layout, kinds: Mapping[str, Kind]) -> Kind:
     Raises:
         ValueError: if there is none, or the layout has no such scales.
     """
-    found = {kind: [name for name, of in kinds.items() if of == kind] for kind in _WORDS if kind in kinds.values()}
-    if "group" not in found and len(found) > 1:
+    by_kind = {kind: [name for name, of in kinds.items() if of == kind] for kind in _WORDS if kind in kinds.values()}
+    if "group" not in by_kind and len(by_kind) > 1:
         # repeated where others have one for each row or block
-        found.pop("tensor", None)
-    if len(found) > 1:
-        (one, ones), (other, others) = [*found.items()][:2]
+        by_kind.pop("tensor", None)
+    if len(by_kind) > 1:
+        (first, firsts), (second, seconds) = [*by_kind.items()][:2]
         raise ValueError(
-            f"export: weights with a scale for {_WORDS[one]} ({listed(ones)}) and for {_WORDS[other]}"
-            f" ({listed(others)}) cannot be written to one file: it has one kind of scale. Export the model in parts,"
+            f"export: weights with a scale for {_WORDS[first]} ({listed(firsts)}) and for {_WORDS[second]}"
+            f" ({listed(seconds)}) cannot be written to one file: it has one kind of scale. Export the model in parts,"
             " or give one of the two kinds masters (`convert(model, frozen_weights='master')`)."
         )
-    kind, names = next(iter(found.items()), ("tensor", []))
+    kind, names = next(iter(by_kind.items()), ("tensor", []))
     if kind not in layout.suffixes:
         raise ValueError(
             f"export: layout={layout.name!r} has no place for such scales, and these weights have one for"
@@ -134,25 +134,25 @@ def kind_of_file(layout: Layout, kinds: Mapping[str, Kind]) -> Kind:
     return kind
 
 
-def tensors_of(layout: Layout, scheme: Scheme, name: str, made: Quantized) -> dict[str, Tensor]:
+def tensors_of(layout: Layout, scheme: Scheme, name: str, weight: Quantized) -> dict[str, Tensor]:
     """The scales of a weight by their names in the file."""
-    scale, (kind,) = made.scale_inv, scheme.kinds
-    *experts, rows, columns = made.codes.shape
+    scale, (kind,) = weight.scale_inv, scheme.kinds
+    *experts, rows, columns = weight.codes.shape
     if kind == "tensor":
         scale = scale.reshape((*experts, *layout.single))
     elif scale.shape == torch.Size(experts):
         grid = (rows, 1) if kind == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
         scale = scale[..., None, None].expand(*experts, *grid).contiguous()
-    found = {scheme.scale_of(name): scale}
-    if scheme.static and made.input_scale_inv is not None:
-        found[scheme.input_of(name)] = made.input_scale_inv.reshape(layout.single)
-    return found
+    tensors = {scheme.scale_of(name): scale}
+    if scheme.static and weight.input_scale_inv is not None:
+        tensors[scheme.input_of(name)] = weight.input_scale_inv.reshape(layout.single)
+    return tensors
 
 
 def check_plain(layout: Layout, plain: Sequence[str], in_fp8: Collection[str]) -> None:
     """ValueError if transformers would take a layer in FP8 for a plain one: it also compares the ends of paths."""
     paths = [name.removesuffix("weight").rstrip(".") for name in in_fp8]
-    wrong = [f"{path} (as {one})" for one in plain for path in paths if path.endswith(one)]
+    wrong = [f"{path} (as {ending})" for ending in plain for path in paths if path.endswith(ending)]
     if wrong and layout.plain_by_end:
         raise ValueError(
             f"export: layout={layout.name!r} lists layers that are not in FP8, and its readers would find these among"

@@ -50,13 +50,13 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     """How the weights of all converted GEMMs go into the file; None where fprop is not in FP8."""
     gemms = converted_gemms(model)
     _check_gemms(model, gemms, tensors)
-    found: dict[str, Plan | None] = {}
+    plans: dict[str, Plan | None] = {}
     without: list[str] = []
     for name, gemm in gemms.items():
         weight, recipe = tensors[name], gemm.state.recipe
         _check_formats(gemm)
         check_finite(name, weight)
-        found[name] = None
+        plans[name] = None
         if not gemm.precision.fprop_in_fp8:
             continue
         kind: Kind = "group" if recipe.current.in_e8m0 else "block" if recipe.current.blocks else "tensor"
@@ -74,7 +74,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         )
         if static and plan.input is None:
             without.append(joined(gemm.name, "input"))
-        found[name] = plan
+        plans[name] = plan
     if without:
         raise ValueError(
             f"export: {len(without)} tensors have no history, so they have no static scale: {listed(without)}."
@@ -83,7 +83,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         )
     wrong = [
         f"{joined(gemms[name].name, role)} ({scale.item():.3g})"
-        for name, plan in found.items()
+        for name, plan in plans.items()
         if plan is not None
         for role, scale in (("weight", plan.weight), ("input", plan.input))
         if scale is not None and not is_scale(scale)
@@ -93,14 +93,14 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
             f"export: a scale in a file must be {SCALE_RULE}, which these are not: {listed(wrong)}. Leave the layers"
             " out of FP8, with `lightning_fp8.fall_back(model, name)`."
         )
-    return found
+    return plans
 
 
 def kind_of(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
     if weight.content.scale_inv.dtype == torch.uint8:
         return "group"
-    shapes = (tuple(one.shape) for one in (weight.content.payload, weight.content.scale_inv))
+    shapes = (tuple(tensor.shape) for tensor in (weight.content.payload, weight.content.scale_inv))
     # one of these fits: a weight is not made with other scales
     return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
 
@@ -118,7 +118,7 @@ def quantized(weight: Tensor, plan: Plan) -> Quantized:
     """The codes and scales of a weight, as its file will hold them."""
     of_input = None if plan.input is None else plan.input.reciprocal()
     if is_held(weight):
-        codes, scale_inv = (one.contiguous().cpu() for one in as_stored(weight.content))
+        codes, scale_inv = (tensor.contiguous().cpu() for tensor in as_stored(weight.content))
         return Quantized(codes.view(E4M3.dtype), scale_inv, of_input)
     if plan.weight is not None:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
@@ -177,11 +177,11 @@ def check_linear(model: nn.Module, names: Collection[str], layout: Layout) -> No
         for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, nn.Linear)
     }
-    others = [name for name in names if name not in linear]
-    if others and layout.linear_only:
+    wrong = [name for name in names if name not in linear]
+    if wrong and layout.linear_only:
         raise ValueError(
             f"export: layout={layout.name!r} is for weights of `nn.Linear`, and these belong to other layers:"
-            f" {listed(others)}. Pass `layout=None`, or leave them out of FP8 (`lightning_fp8.fall_back(model, name)`)."
+            f" {listed(wrong)}. Pass `layout=None`, or leave them out of FP8 (`lightning_fp8.fall_back(model, name)`)."
         )
 
 

@@ -96,18 +96,18 @@ class Shards:
             with safetensors.safe_open(file, framework="pt") as opened:
                 self.metadata[file] = opened.metadata() or {}
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                found = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+                entries = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()}
             self.headers[file] = header_of(file)
         except (safetensors.SafetensorError, OSError) as error:
             raise _damaged(file, error) from error
-        unknown = (f"{name} ({printable(kind)})" for name, (kind, _) in found.items() if kind not in _DTYPES)
+        unknown = (f"{name} ({printable(kind)})" for name, (kind, _) in entries.items() if kind not in _DTYPES)
         self._refuse(file, "are of a dtype that is not read", unknown)
         # patterns are searched in names, and messages hold them
-        long = (f"{name[:40]}..." for name in found if len(name) > _LONGEST_NAME)
+        long = (f"{name[:40]}..." for name in entries if len(name) > _LONGEST_NAME)
         self._refuse(file, f"have names of more than {_LONGEST_NAME} characters", long)
-        twice = (f"{name} ({self.stored[name].file.name})" for name in found if name in self.stored)
+        twice = (f"{name} ({self.stored[name].file.name})" for name in entries if name in self.stored)
         self._refuse(file, "are in another file too", twice)
-        self.stored |= {name: Stored(file, _DTYPES[kind], shape) for name, (kind, shape) in found.items()}
+        self.stored |= {name: Stored(file, _DTYPES[kind], shape) for name, (kind, shape) in entries.items()}
 
     def _check_index(self, files: Mapping[str, str]) -> None:
         lacking = (
@@ -118,9 +118,9 @@ class Shards:
         self._refuse(self.path, "are not in the file that the index names", lacking)
         self._refuse(self.path, "are in the files and not in the index", (n for n in self.stored if n not in files))
 
-    def _refuse(self, file: Path, what: str, names: Iterable[str]) -> None:
+    def _refuse(self, file: Path, misfit: str, names: Iterable[str]) -> None:
         if wrong := list(names):
-            raise ValueError(f"load_exported: {file}: tensors that {what}: {listed(wrong)}.")
+            raise ValueError(f"load_exported: {file}: tensors that {misfit}: {listed(wrong)}.")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """These tensors, file by file; each is a view of the file, to be read or copied before the next one.
@@ -173,12 +173,12 @@ def read_json(folder: Path, name: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         seen: set[str] = set()
         twice = [name for name, _ in pairs if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
         raise ValueError(f"it has two entries {listed(twice)}")
-    return made
+    return mapping
 
 
 def _indexed(path: Path, index: Any) -> dict[str, str]:
@@ -217,7 +217,7 @@ def checked_file(folder: Path, name: str, named_by: Path) -> Path:
 
 
 def _refuse_pickles(file: Path) -> None:
-    pickles = sorted(one.name for kind in _PICKLES for one in file.parent.glob(kind))
+    pickles = sorted(path.name for kind in _PICKLES for path in file.parent.glob(kind))
     if pickles:
         raise ValueError(
             f"load_exported: {file.parent} has no {printable(file.name)}, and holds {listed(pickles)}. Only safetensors"

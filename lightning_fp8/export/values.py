@@ -104,18 +104,18 @@ def scale_of_pieces(
         "block": (*target[:-2], *map(_blocks, target[-2:])),
         "group": (*target[:-1], _blocks(target[-1], e8m0.BLOCK)),
     }
-    made = torch.full(grid[kind], e8m0.NAN if kind == "group" else float("nan"), dtype=scales[0].values.dtype)
+    values = torch.full(grid[kind], e8m0.NAN if kind == "group" else float("nan"), dtype=scales[0].values.dtype)
     for piece, scale, shape in zip(pieces, scales, shapes):
         of, at = (in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
         if of is None or at is None:
             return None
-        there, part = made[at], scale.values[of]
+        there, part = values[at], scale.values[of]
         # parts of a matrix with one scale, or of rows with one scale, need the same
         is_free = there == e8m0.NAN if kind == "group" else there.isnan()
         if not torch.equal(there, part) and not bool(is_free.all()):
             return None
-        made[at] = part
-    return Scale(kind, made)
+        values[at] = part
+    return Scale(kind, values)
 
 
 def _blocks(size: int, of: int = BLOCK) -> int:

@@ -167,16 +167,16 @@ def _write(folder: Path, files: Mapping[str, Write]) -> None:
     """Write all files in a temporary folder inside ``folder``, then move them to their final paths, the config last."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
-        made = Path(unfinished)
+        staging = Path(unfinished)
         for name, write in files.items():
-            write(made / name)
+            write(staging / name)
         # the library writes files that only the owner can read
-        mode = (made / CONFIG_FILE).stat().st_mode
+        mode = (staging / CONFIG_FILE).stat().st_mode
         # without a config, nothing can be mistaken for a model
         (folder / CONFIG_FILE).unlink(missing_ok=True)
         for name in (*(name for name in files if name != CONFIG_FILE), CONFIG_FILE):
-            (made / name).chmod(mode)
-            (made / name).replace(folder / name)
+            (staging / name).chmod(mode)
+            (staging / name).replace(folder / name)
 
 
 def _check_folder(folder: Path, overwrite: bool, names: Collection[str]) -> None:
@@ -230,8 +230,8 @@ def _tensors(
             continue
         in_fp8.update(names)
         for name, plan in users.items():
-            made = quantized(tensor, plan)
-            tensors[names[0]], scales = made.codes, tensors_of(layout, scheme, name, made)
+            weight = quantized(tensor, plan)
+            tensors[names[0]], scales = weight.codes, tensors_of(layout, scheme, name, weight)
             for scale_name in scales:
                 if scale_name in by_name:
                     raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")

@@ -57,12 +57,12 @@ class Base:
         self._pieces = source.placed.by_name
         targets = dict.fromkeys(piece.target for piece in source.placed.pieces)
         there = {memory_of(tensor) for name, tensor in self._own.items() if name in targets}
-        others = [name for name, one in self._own.items() if name not in targets and memory_of(one) not in there]
-        others += [name for name in targets if name not in self._own]
-        if others:
+        extra = [name for name, tensor in self._own.items() if name not in targets and memory_of(tensor) not in there]
+        extra += [name for name in targets if name not in self._own]
+        if extra:
             raise ValueError(
                 f"export: the model was read from {source.path}, and only it, or only that checkpoint, has these"
-                f" tensors: {listed(others)}. If they belong to adapters of PEFT, call `merge_and_unload()` or"
+                f" tensors: {listed(extra)}. If they belong to adapters of PEFT, call `merge_and_unload()` or"
                 " `unload()`, and export what it returns."
             )
 
@@ -107,17 +107,17 @@ class Base:
     def plain(self, name: str) -> Tensor:
         """A tensor of the files that is not in FP8, in their dtype."""
         dtype = self.source.shards.stored[name].dtype
-        made = self._values(name, dtype)
-        check_finite(name, made)
-        if not all(made[one.of].to(self._own[one.target].dtype).equal(self._part(one)) for one in self._pieces[name]):
+        tensor = self._values(name, dtype)
+        check_finite(name, tensor)
+        if not all(tensor[p.of].to(self._own[p.target].dtype).equal(self._part(p)) for p in self._pieces[name]):
             self.rounded[name] = f"to {dtype_name(dtype)}"
-        return made
+        return tensor
 
     def _values(self, name: str, dtype: torch.dtype) -> Tensor:
-        made = torch.empty(self.source.shards.stored[name].shape, dtype=dtype)
+        tensor = torch.empty(self.source.shards.stored[name].shape, dtype=dtype)
         for piece in self._pieces[name]:
-            made[piece.of] = self._part(piece).to(dtype)
-        return made
+            tensor[piece.of] = self._part(piece).to(dtype)
+        return tensor
 
     def _part(self, piece: Piece) -> Tensor:
         weight = self._own[piece.target].detach()
@@ -220,8 +220,8 @@ def renamed(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple[dict
     for name, in_fp8 in base.names():
         if in_fp8:
             tensors[name], scale = base.codes(name)
-            made = Quantized(tensors[name], scale.values, source.inputs.get(source.scheme.input_of(name)))
-            tensors |= tensors_of(layout, scheme, name, made)
+            weight = Quantized(tensors[name], scale.values, source.inputs.get(source.scheme.input_of(name)))
+            tensors |= tensors_of(layout, scheme, name, weight)
             continue
         tensor = base.plain(name)
         tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
