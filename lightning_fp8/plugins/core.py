@@ -83,8 +83,8 @@ class PrecisionCore(FSDPPrecision):
         modules = list(named_modules(module))
         for argument in self._patterns:
             check_patterns_among(modules, getattr(self, argument), argument)
-        others = [known for known in self._attention.models if known() not in (None, module)]
-        self._attention.models = [*others, weakref.ref(module)]
+        other_models = [reference for reference in self._attention.models if reference() not in (None, module)]
+        self._attention.models = [*other_models, weakref.ref(module)]
         # left by an earlier run, under this precision or another
         drop_copies(module)
         release_inputs(module)

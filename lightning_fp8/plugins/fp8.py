@@ -111,7 +111,7 @@ class Fp8Precision(PrecisionCore):
         overrides: dict[str, str | dict[str, str]] | None = None,
         bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
-        given = checked_settings(
+        settings = checked_settings(
             gemm=gemm,
             min_features=min_features,
             frozen_weights=frozen_weights,
@@ -131,7 +131,7 @@ class Fp8Precision(PrecisionCore):
         self.min_features = min_features
         self.adapters = adapters
         self.frozen_weights = frozen_weights
-        self.overrides, self.bf16_blocks = given.get("overrides"), given.get("bf16_blocks")
+        self.overrides, self.bf16_blocks = settings.get("overrides"), settings.get("bf16_blocks")
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
 
     @override
@@ -165,7 +165,7 @@ class Fp8Precision(PrecisionCore):
         state = self._convert(module)
         store_parameters(module, self.param_dtype, self.keep_fp32)
         if state is not None:
-            if not any(state is known for known in self._states):
+            if not any(state is other for other in self._states):
                 self._states.append(state)
             self._not_run.append(weakref.ref(module))
         if self._trainer is not None:
@@ -214,10 +214,10 @@ class Fp8Precision(PrecisionCore):
     def _say_switched(self, state: ScalingState) -> None:
         """Name the layers that a checkpoint has moved to bf16 or to current scaling."""
         moved = ((state.fallbacks, "fell back to bf16"), (state.current_modules, "moved to current scaling"))
-        for names, what in moved:
+        for names, change in moved:
             if names:
                 rank_zero_info(
-                    f"{self.precision}: {len(names)} layers {what} in the run that saved this checkpoint, and stay"
+                    f"{self.precision}: {len(names)} layers {change} in the run that saved this checkpoint, and stay"
                     f" there: {', '.join(names)}."
                 )
 
@@ -241,8 +241,8 @@ class Fp8Precision(PrecisionCore):
             yield
 
     def _look_at_sharding(self) -> None:
-        for known in self._not_run:
-            module = known()
+        for reference in self._not_run:
+            module = reference()
             if module is None:
                 continue
             on_sharded_weights(module)

@@ -50,7 +50,7 @@ class FrontEnd(NamedTuple):
 
     def missing(self) -> list[str]:
         """The places that this version of the package lacks."""
-        return [f"`{self.package}.{path}`" for path, found, *_ in self._found() if not found]
+        return [f"`{self.package}.{path}`" for path, old, *_ in self._found() if not old]
 
     def replacements(self) -> list[tuple[Any, str, Any, Any]]:
         """Owner, name, old value and new value of each place; none may be missing."""
@@ -100,10 +100,10 @@ def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callab
                     f' one, `{front_end.name}(precision="bf16-mixed")`.'
                 )
             return original(connector)
-        made = plugin_of(string) if plugin is None else plugin
+        plugin = plugin_of(string) if plugin is None else plugin
         if isinstance(strategy, strategies.FSDPStrategy):
-            made.check_fsdp()
-        return made if front_end.name == "Trainer" else FabricPrecision(made)
+            plugin.check_fsdp()
+        return plugin if front_end.name == "Trainer" else FabricPrecision(plugin)
 
     return _check_and_init_precision
 
@@ -169,9 +169,9 @@ def _saving_scales(original: Callable[..., None]) -> Callable[..., None]:
 def _loading_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(original)
     def load(fabric: Any, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
-        asked = dict(state) if isinstance(state, Mapping) else {}
+        request = dict(state) if isinstance(state, Mapping) else {}
         rest = original(fabric, path, state, strict, **kwargs)
-        take_scales(asked, state, rest, strict)
+        take_scales(request, state, rest, strict)
         return rest
 
     return load

@@ -117,13 +117,13 @@ def _share_bases(package: str, mirror: str) -> None:
         # not those that another one derives from
         bases = [base for base in bases if not any(base in other.__mro__[1:] for other in bases)]
         modules = [import_module(mirror + base.__module__.removeprefix(package)) for base in bases]
-        others = [getattr(module, base.__name__) for module, base in zip(modules, bases, strict=True)]
-        others = [other for other in others if not issubclass(kind, other)]
-        if others:
+        counterparts = [getattr(module, base.__name__) for module, base in zip(modules, bases, strict=True)]
+        counterparts = [other for other in counterparts if not issubclass(kind, other)]
+        if counterparts:
             _undo.append(partial(setattr, kind, "__bases__", kind.__bases__))
             mine = [base for base in kind.__bases__ if not base.__module__.startswith("lightning_fabric.")]
             # the others have to come before their own base class
-            kind.__bases__ = (*mine, *others, *(base for base in kind.__bases__ if base not in mine))
+            kind.__bases__ = (*mine, *counterparts, *(base for base in kind.__bases__ if base not in mine))
 
 
 def _our_subclasses(base: type) -> Iterator[type]:

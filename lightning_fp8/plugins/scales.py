@@ -34,11 +34,11 @@ def with_scales(saved: Any) -> Any:
 
     Scales that are among it already are not added a second time.
     """
-    found: dict[str, ScalingState] = {}
+    states: dict[str, ScalingState] = {}
     for key, state in _states(saved):
-        if state not in found.values() and not any(_is_of(value, state) for value in saved.values()):
-            found[f"{key}_{SCALES}"] = state
-    return {**saved, **{key: state.state_dict() for key, state in found.items()}} if found else saved
+        if state not in states.values() and not any(_is_of(value, state) for value in saved.values()):
+            states[f"{key}_{SCALES}"] = state
+    return {**saved, **{key: state.state_dict() for key, state in states.items()}} if states else saved
 
 
 def take_scales(asked: Mapping[str, Any], loaded: Any, rest: dict[str, Any], strict: bool) -> None:
@@ -61,13 +61,13 @@ def take_scales(asked: Mapping[str, Any], loaded: Any, rest: dict[str, Any], str
     saved, states = scaling_states(rest), dict(_states(asked))
     for key in [key for key, value in asked.items() if isinstance(value, nn.Module)]:
         state, name = states.get(key), f"{key}_{SCALES}"
-        others = [scales for scales in saved.values() if state is not None and _is_of(scales, state)]
+        matches = [scales for scales in saved.values() if state is not None and _is_of(scales, state)]
         if name in saved:
             keep_scales(asked[key], saved[name], strict)
             del rest[name]
         # saved under a key of the user's own
-        elif len(others) == 1 and all(value is not state for value in asked.values()):
-            keep_scales(asked[key], others[0], strict)
+        elif len(matches) == 1 and all(value is not state for value in asked.values()):
+            keep_scales(asked[key], matches[0], strict)
 
 
 def _states(values: Any) -> Iterator[tuple[str, ScalingState]]:

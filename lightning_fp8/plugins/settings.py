@@ -60,8 +60,8 @@ def recipe_argument(recipe: Any) -> Recipe | None:
         precisions = {kind.__name__: precision for precision, kind in RECIPES.items()}
         name = str(recipe["class_path"]).rpartition(".")[2]
         check_choice("`recipe`: `class_path`", name, precisions)
-        others = {key: value for key, value in recipe.items() if key not in ("class_path", "init_args")}
-        recipe = {"precision": precisions[name], **(recipe.get("init_args") or {}), **others}
+        fields = {key: value for key, value in recipe.items() if key not in ("class_path", "init_args")}
+        recipe = {"precision": precisions[name], **(recipe.get("init_args") or {}), **fields}
     return as_recipe(recipe)
 
 
@@ -80,5 +80,5 @@ def suggestion(precision: Any) -> str:
     if precision.lower().startswith(("fp8", "float8")):
         return f" Did you mean {closest(precision, FP8_PRECISIONS) or FP8_PRECISIONS[0]!r}?"
     # Lightning's own are among the choices: if one of them is closer, Lightning's message suffices
-    found = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
-    return f" Did you mean {found!r}?" if found in PRECISIONS else ""
+    match = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
+    return f" Did you mean {match!r}?" if match in PRECISIONS else ""

@@ -50,6 +50,6 @@ def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> 
     elif precision in PLUGINS:
         plugin = plugin_of(precision)
     else:
-        known = ", ".join(map(repr, PLUGINS))
-        raise ValueError(f"`precision` must be a plugin or one of {known}, got {precision!r}.")
+        names = ", ".join(map(repr, PLUGINS))
+        raise ValueError(f"`precision` must be a plugin or one of {names}, got {precision!r}.")
     return MixedPrecisionPolicy(param_dtype=plugin.compute_dtype, reduce_dtype=plugin.reduce_dtype)
