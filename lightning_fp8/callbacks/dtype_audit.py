@@ -86,8 +86,8 @@ class DtypeAudit(Callback):
         return audit(pl_module, **expected, optimizers=optimizers, buffer_dtypes=self._buffer_dtypes)
 
     def _check(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[Optimizer]) -> DtypeReport:
-        found = self._audit(trainer, pl_module, optimizers)
-        rows = [row for row in found.rows if row.kind != "gradient"]
+        report = self._audit(trainer, pl_module, optimizers)
+        rows = [row for row in report.rows if row.kind != "gradient"]
         self.report = DtypeReport((*rows, *self._gradients.values()))
         return self.report
 

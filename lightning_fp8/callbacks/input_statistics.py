@@ -62,7 +62,7 @@ class InputStatistics:
         def add(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # not recomputation in backward, which repeats a forward
             if torch._C._current_graph_task_id() == -1:
-                x = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+                x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
                 sums = _sums(x.detach())
                 self._sums[path] = sums + self._sums[path] if path in self._sums else sums
 

@@ -126,8 +126,8 @@ class QuantizationProbe(RunWatcher):
             trainer,
             {
                 f"fp8/{path}/{name}" if path else f"fp8/{name}": value
-                for name, found in by_path.items()
-                for path, value in found.items()
+                for name, entries in by_path.items()
+                for path, value in entries.items()
             },
         )
         self.sqnr_db, self.outliers = by_path.pop("sqnr_db"), by_path

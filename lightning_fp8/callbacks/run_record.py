@@ -58,7 +58,7 @@ def _record(trainer: Trainer, model: LightningModule) -> dict[str, Any]:
         "recipe": state.recipe.as_dict() if state else None,
         "modules": list(state.module_names) if state else None,
         "layers": [row._asdict() for row in plan.rows()] if state else None,
-        "schedule": next((_schedule(one) for one in trainer.callbacks if isinstance(one, PrecisionSchedule)), None),  # type: ignore[attr-defined]
+        "schedule": next((_schedule(cb) for cb in trainer.callbacks if isinstance(cb, PrecisionSchedule)), None),  # type: ignore[attr-defined]
     }
 
 
@@ -67,7 +67,7 @@ def _schedule(callback: PrecisionSchedule) -> list[str]:
 
 
 def _environment(trainer: Trainer) -> dict[str, Any]:
-    found = {
+    facts = {
         **gpu_environment(trainer.strategy.root_device),
         **environment("lightning-fp8", "lightning", "torchmetrics"),
         "python": platform.python_version(),
@@ -76,7 +76,7 @@ def _environment(trainer: Trainer) -> dict[str, Any]:
         "LIGHTNING_FP8_BACKEND": os.environ.get("LIGHTNING_FP8_BACKEND"),
     }
     # some install Lightning under its older package name
-    found["lightning"] = found["lightning"] or package_version("pytorch-lightning")
+    facts["lightning"] = facts["lightning"] or package_version("pytorch-lightning")
     # a report may be passed on, and a command line may hold secrets
-    del found["command"]
-    return found
+    del facts["command"]
+    return facts

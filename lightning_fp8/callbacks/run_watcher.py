@@ -52,11 +52,11 @@ class RunWatcher(Callback):
         self._stop()
 
 
-def refuse_gather(trainer: Trainer, what: str, instead: str) -> None:
+def refuse_gather(trainer: Trainer, setup: str, instead: str) -> None:
     """Raise a ValueError if the run gathers weights in FP8, so that they cannot be multiplied in bf16."""
     if getattr(trainer.precision_plugin, "fp8_all_gather", False):
         raise ValueError(
-            f"{what} and `fp8_all_gather=True` cannot be combined: a layer whose weight is gathered in FP8 cannot fall"
+            f"{setup} and `fp8_all_gather=True` cannot be combined: a layer whose weight is gathered in FP8 cannot fall"
             f" back. {instead}"
         )
 

@@ -135,8 +135,8 @@ class ScaleFactorLogger(RunWatcher):
 def _summaries(quantity: str, values: Tensor) -> dict[str, float]:
     summaries: dict[str, float] = {}
     for role, some in by_role(values).items():
-        known = some[~some.isnan()]
-        if len(known):
-            numbers = {"min": known.min(), "median": known.quantile(0.5), "max": known.max()}
+        samples = some[~some.isnan()]
+        if len(samples):
+            numbers = {"min": samples.min(), "median": samples.quantile(0.5), "max": samples.max()}
             summaries |= {f"fp8/{role}/{quantity}/{name}": number.item() for name, number in numbers.items()}
     return summaries

@@ -218,12 +218,12 @@ class ScaleWatchdog(RunWatcher):
         inputs.stop()
         if not inputs.has_seen:
             warn_once(f"ScaleWatchdog: {NOT_SEEN} for outliers.")
-        found = torch.stack([*inputs.values(reduce, state.device).values()])
+        statistics = torch.stack([*inputs.values(reduce, state.device).values()])
         # of a layer with several GEMMs, the first one's input
         firsts = [next(iter(layer.fp8.values())).module for layer in inputs.layers.values()]
-        by_row = found.new_full((len(found), len(state.names)), torch.nan)
+        by_row = statistics.new_full((len(statistics), len(state.names)), torch.nan)
         for column, module in enumerate(firsts):
-            by_row[:, state.row_of(module, "input")] = found[:, column]
+            by_row[:, state.row_of(module, "input")] = statistics[:, column]
         return by_row
 
     def _act(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
@@ -293,7 +293,7 @@ class ScaleWatchdog(RunWatcher):
 
     def _described(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> str:
         limits, lines = self.limits, []
-        what = {
+        texts = {
             "stale": f"scales not updated for {limits.stale_steps} steps or more, although in use",
             "nonfinite": f"inf or NaN in {limits.nonfinite_steps} optimizer steps in a row or more",
             "saturated": f"more than {_percent(limits.saturated_above)} of the numbers clipped, at"
@@ -311,7 +311,7 @@ class ScaleWatchdog(RunWatcher):
             largest = sorted(numbers, key=lambda row: -numbers[row])[:10]
             shown = [f"{state.names[row]} {_extent(findings, condition, row)}" for row in largest]
             more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
-            lines.append(f"{what[condition]}: {', '.join(shown)}{more}.")
+            lines.append(f"{texts[condition]}: {', '.join(shown)}{more}.")
             if condition == "stale":
                 lines.append(
                     "A layer in eval mode records nothing."

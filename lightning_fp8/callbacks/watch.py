@@ -116,12 +116,12 @@ class Watch:
         """Note which layers have a gradient; to be called before the optimizer step."""
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.fp8.values() if gemm.state is self.state)
-        held = {gemm.module: _gradient(gemm) for gemm in gemms}
+        gradients = {gemm.module: _gradient(gemm) for gemm in gemms}
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # a gradient set to zero instead of None belongs to a layer that did not run
         modules = range(len(self.state.module_names))
-        found = [_any(held.get(module), nothing) for module in modules]
-        self._with_gradient |= torch.stack(found)
+        flags = [_any(gradients.get(module), nothing) for module in modules]
+        self._with_gradient |= torch.stack(flags)
 
     @torch.no_grad()
     def check(
@@ -157,7 +157,7 @@ class Watch:
             age = step - self._last_update
             # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
             # a scale that is not used is not stale
-            is_current = torch.tensor([one.is_current for one in self.state.precisions]).repeat(len(LAYOUT))
+            is_current = torch.tensor([precision.is_current for precision in self.state.precisions]).repeat(len(LAYOUT))
             is_used = active & in_fp8 & self._is_delayed & ~is_current
             stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
             findings.tensors["stale"] = _numbers(stale, age)
