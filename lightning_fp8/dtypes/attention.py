@@ -109,7 +109,7 @@ class AttentionDtypes:
             return f"a function ({_call_site()})"
         if running not in self._paths:
             models = (model for reference in self.models if (model := reference()) is not None)
-            layers = (found for model in models for found in model.named_modules())
+            layers = (pair for model in models for pair in model.named_modules())
             self._paths[running] = next((plain_path(path) for path, layer in layers if layer is running), "")
         return f"{self._paths[running] or '(root)'} ({type(running).__name__})"
 

@@ -102,10 +102,10 @@ def audit(
     weight
     """
     check_patterns(model, keep_fp32, "keep_fp32")
-    kept = kept_parameters(model, keep_fp32)
+    kept_ids = kept_parameters(model, keep_fp32)
     rows: list[DtypeRow] = []
     for name, parameter in model.named_parameters():
-        expected = torch.float32 if id(parameter) in kept else param_dtype
+        expected = torch.float32 if id(parameter) in kept_ids else param_dtype
         rows.append(_row("parameter", plain_path(name), parameter, expected))
         if parameter.grad is not None:
             rows.append(_row("gradient", plain_path(name), parameter.grad, parameter.dtype))
@@ -143,5 +143,5 @@ def _row(kind: str, name: str, tensor: Tensor, expected: torch.dtype | None) -> 
 
 
 def _line(*cells: Any) -> str:
-    what, actual, expected, tensors, elements, size, verdict = cells
-    return f"{what:16} {actual:10} {expected:10} {tensors:>8} {elements:>16} {size:>18}  {verdict}".rstrip()
+    kind, actual, expected, tensors, elements, size, verdict = cells
+    return f"{kind:16} {actual:10} {expected:10} {tensors:>8} {elements:>16} {size:>18}  {verdict}".rstrip()

@@ -42,13 +42,13 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
     What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, except running statistics of normalisations,
     which torch requires in the dtype of the normalisation's weight.
     """
-    kept = kept_parameters(module, keep_fp32)
+    kept_ids = kept_parameters(module, keep_fp32)
     dtypes: dict[int, torch.dtype] = {}
     for parameter in module.parameters():
         # at least two bytes: quantized and FP8 parameters are left alone
         is_stored = parameter.is_floating_point() and parameter.dtype.itemsize >= 2
         if is_stored and not isinstance(parameter, Fp8Parameter):
-            dtypes[id(parameter)] = torch.float32 if id(parameter) in kept else dtype
+            dtypes[id(parameter)] = torch.float32 if id(parameter) in kept_ids else dtype
             if parameter.grad is not None:
                 dtypes[id(parameter.grad)] = dtypes[id(parameter)]
     for statistics, weight in running_statistics(module):
