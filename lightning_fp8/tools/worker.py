@@ -118,9 +118,9 @@ class Worker:
                 print(json.dumps(job), file=self._process.stdin, flush=True)
             line = self._line(limit_s, "end")
             with suppress(ValueError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    return Answer(found, None)
+                result = json.loads(line)
+                if isinstance(result, dict):
+                    return Answer(result, None)
             raise _NoAnswerError(f"gave {line.strip()[:200]!r} in place of an answer")
         except _NoAnswerError as reason:
             self.__exit__()
@@ -137,11 +137,11 @@ class Worker:
         if line != _READY:
             raise _NoAnswerError(f"gave {line.strip()[:200]!r} in place of an answer")
 
-    def _line(self, limit_s: float, what: str) -> str:
+    def _line(self, limit_s: float, action: str) -> str:
         """The next line: none is waiting in the buffer, as each follows a job or the start."""
         output = self._process.stdout
         if not select.select([output], [], [], limit_s)[0]:
-            raise _NoAnswerError(f"did not {what} within {limit_s:g} s")
+            raise _NoAnswerError(f"did not {action} within {limit_s:g} s")
         line = output.readline()
         if not line:
             raise _NoAnswerError(self._why_it_ended())

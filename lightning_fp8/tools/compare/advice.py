@@ -39,13 +39,13 @@ def advise(rows: Sequence[Row], baseline: str = BASELINE) -> list[str]:
     reference = next((row for row in ran if row["variant"] == baseline), None)
     if reference is None:
         return [*lines, f"No recommendation: there is no run of {baseline}, with which the others are compared."]
-    others = [row for row in ran if row is not reference]
+    candidates = [row for row in ran if row is not reference]
     losses = _losses(reference)
     if not losses:
         lines.append(
             "No loss is known: `training_step` returns none and logs no `train_loss`. Look at your own metrics."
         )
-    strange = [row["variant"] for row in others if row["batches"] != reference["batches"]]
+    strange = [row["variant"] for row in candidates if row["batches"] != reference["batches"]]
     if strange:
         lines.append(
             f"{', '.join(strange)} did not get the batches that {baseline} got, so the losses differ by"
@@ -53,8 +53,8 @@ def advise(rows: Sequence[Row], baseline: str = BASELINE) -> list[str]:
         )
     if not all(map(math.isfinite, losses.values())):
         return [*lines, f"No recommendation: the loss of {baseline} is not finite. Look into the training first."]
-    refused = {row["variant"]: why for row in others if (why := worse_loss(row, reference))}
-    accepted = [row for row in others if row["variant"] not in refused]
+    refused = {row["variant"]: why for row in candidates if (why := worse_loss(row, reference))}
+    accepted = [row for row in candidates if row["variant"] not in refused]
     lines += _on_gpu(reference, accepted) if on_cuda else _on_cpu(reference, accepted)
     lines += [f"Not {variant}: {why}." for variant, why in refused.items()]
     if refused:
@@ -129,15 +129,15 @@ def _on_cpu(reference: Row, accepted: Sequence[Row]) -> list[str]:
     lines = [f"Recommended until measured on a GPU: {BASELINE}. Its fp32 master weights lose no update."]
     if reference["variant"] != BASELINE:
         lines.append(f"Losses are compared with those of {reference['variant']}: this CPU emulates bf16 products.")
-    what = "sum of parameters, gradients and optimizer state, the same on a GPU,"
-    return lines + _memory(reference, accepted, "state_bytes", what)
+    quantity = "sum of parameters, gradients and optimizer state, the same on a GPU,"
+    return lines + _memory(reference, accepted, "state_bytes", quantity)
 
 
-def _memory(best: Row, others: Sequence[Row], key: str, what: str) -> list[str]:
-    least = min(others, key=lambda row: row[key], default=best)
+def _memory(best: Row, rows: Sequence[Row], key: str, quantity: str) -> list[str]:
+    least = min(rows, key=lambda row: row[key], default=best)
     if least[key] > (1 - LESS_MEMORY) * best[key]:
         return []
     return [
-        f"If memory is short: {least['variant']}. Its loss passes, and its {what} is"
+        f"If memory is short: {least['variant']}. Its loss passes, and its {quantity} is"
         f" {least[key] / _MIB:,.1f} MiB against {best[key] / _MIB:,.1f} MiB of {best['variant']}."
     ]

@@ -99,9 +99,9 @@ def main(arguments: Sequence[str]) -> None:
         for variant in variants:
             print(f"{variant.ljust(max(map(len, variants)))}  {steps} steps ... ", end="", flush=True)
             start = time.perf_counter()
-            found = run(variant, folder / variant, steps, options.warmup, fit)
-            rows.append({"variant": variant, **found, "wall_s": time.perf_counter() - start, **about})
-            print(f"{'failed' if 'error' in found else 'done'} in {rows[-1]['wall_s']:.0f} s", flush=True)
+            result = run(variant, folder / variant, steps, options.warmup, fit)
+            rows.append({"variant": variant, **result, "wall_s": time.perf_counter() - start, **about})
+            print(f"{'failed' if 'error' in result else 'done'} in {rows[-1]['wall_s']:.0f} s", flush=True)
     except UsageError as error:
         parser.exit(_USAGE, f"\nThe configuration is refused:\n{error}\n{_how_to_adapt(configs)}")
     except KeyboardInterrupt:
@@ -124,14 +124,14 @@ def run(variant: str, folder: Path, steps: int, warmup: int, fit: Sequence[str])
     child = [sys.executable, "-m", "lightning_fp8.tools.compare.run"]
     with log.open("w") as output:
         status = worker.run([*child, variant, str(folder), str(steps), str(warmup), *fit], output)
-    found: dict[str, Any] = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else {}
-    if status == 0 and found:
-        return found
+    result: dict[str, Any] = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else {}
+    if status == 0 and result:
+        return result
     printed = log.read_text(errors="replace").strip()
-    if status == _USAGE and not found:
+    if status == _USAGE and not result:
         # only the message after the long usage
         raise UsageError(printed.rpartition("\nerror: ")[2])
-    return {"error": f"{found.get('error') or worker.why_it_ended(status, printed)} (see {log})"}
+    return {"error": f"{result.get('error') or worker.why_it_ended(status, printed)} (see {log})"}
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -142,8 +142,8 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _show(rows: Sequence[Mapping[str, Any]], baseline: str, folder: Path) -> None:
     path = folder / "compare.jsonl"
-    kept = [{key: value for key, value in row.items() if key != "losses"} for row in rows]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
+    summaries = [{key: value for key, value in row.items() if key != "losses"} for row in rows]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in summaries), encoding="utf-8")
     failures = [f"{row['variant']} failed: {row['error']}" for row in rows if "error" in row]
     print("", as_table(rows), "", *failures, *advise(rows, baseline), sep="\n")
     ran = [row for row in rows if "error" not in row]
@@ -173,10 +173,10 @@ def _how_to_adapt(configs: Sequence[Mapping[str, Any]]) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """A configuration, unchecked; empty if it cannot be read, in which case `fit` says what is wrong."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _on_gpu(configs: Sequence[Mapping[str, Any]], accelerator: str | None) -> bool:

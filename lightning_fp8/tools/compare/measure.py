@@ -186,19 +186,19 @@ def _samples(batch: Any) -> int | None:
 
 
 def _loss(trainer: Trainer, outputs: Any) -> Tensor | None:
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if isinstance(found, Tensor):
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if isinstance(loss, Tensor):
         # with automatic optimization, Lightning has divided it by the number of accumulated batches
         parts = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-        return found.detach().float().mean() * parts
+        return loss.detach().float().mean() * parts
     logged = (trainer.callback_metrics[key] for key in _LOSS_KEYS if key in trainer.callback_metrics)
     return next((loss.detach().float().clone() for loss in logged), None)
 
 
 def _val_loss(trainer: Trainer) -> float | None:
-    found = {key: value for key, value in trainer.callback_metrics.items() if "val" in key and "loss" in key}
-    key = "val_loss" if "val_loss" in found else min(found, default=None)
-    return None if key is None else float(found[key])
+    losses = {key: value for key, value in trainer.callback_metrics.items() if "val" in key and "loss" in key}
+    key = "val_loss" if "val_loss" in losses else min(losses, default=None)
+    return None if key is None else float(losses[key])
 
 
 def _digest(batch: Any, before: int) -> int:

@@ -92,8 +92,8 @@ class CompareCLI(Fp8CLI):
                 # not `items()`, which flattens a recipe's fields to dotted names
                 own = dict(vars(plugin.init_args))
         class_path, _ = VARIANTS[self.variant.partition(",")[0]]
-        made: Any = Namespace  # its constructor has no annotations
-        precision = made(class_path=class_path, init_args=made(**plugin_settings(self.variant, own)))
+        factory: Any = Namespace  # its constructor has no annotations
+        precision = factory(class_path=class_path, init_args=factory(**plugin_settings(self.variant, own)))
         trainer.plugins = [*(plugin for plugin in plugins if not issubclass(_class_of(plugin), Precision)), precision]
         callbacks, trainer.callbacks = _as_list(trainer.callbacks), []
         for callback in callbacks:
@@ -143,8 +143,8 @@ def _is_ours(part: Any) -> bool:
 def _class_of(part: Any) -> type:
     """The class of a part of a configuration; ``object`` for a function, which may return anything."""
     module, _, name = part.class_path.rpartition(".")
-    found = getattr(import_module(module), name)
-    return found if isinstance(found, type) else object
+    attribute = getattr(import_module(module), name)
+    return attribute if isinstance(attribute, type) else object
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def test(job: Job) -> dict[str, Any]:
     """
     device = torch.device(job["device"])
     capability = torch.cuda.get_device_capability(device)
-    (variant,) = (one for one in kernels.variants(capability) if one.name == job["kernel"])
+    (variant,) = (kernel for kernel in kernels.variants(capability) if kernel.name == job["kernel"])
     compiled = "from the cache" if is_cached(variant.family, architecture(capability), variant.defines) else "compiled"
     attempt = kernels.try_kernel(variant, device, test_again=True)
     passed = "passed" if attempt.failure is None else "failed"

@@ -73,7 +73,7 @@ def examine(
             why = "--quick compiles nothing" if not compile else "NVRTC cannot be used, see above"
             findings.section("Kernels", kernel_checks.NOT_TRIED, (why,))
         guarded("Precisions", lambda: precisions.describe(findings, devices, unfit, ready, compile), None)
-    said = dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, (UserWarning, RuntimeWarning)))
+    said = dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, (UserWarning, RuntimeWarning)))
     if said:
         findings.section("Warnings", ("said meanwhile",), *((text,) for text in said))
     findings.problems.sort(key=lambda problem: -problem.status)

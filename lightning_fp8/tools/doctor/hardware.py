@@ -38,7 +38,7 @@ def describe(findings: Diagnosis, devices: list[torch.device], compiles: bool) -
         findings.problem(
             SLOWER,
             f"CuPy is installed more than once ({', '.join(installed)}), and one overwrites the other's files.",
-            f"pip uninstall -y {' '.join(one.split()[0] for one in installed)}, then pip install {_cupy(driver)}",
+            f"pip uninstall -y {' '.join(wheel.split()[0] for wheel in installed)}, then pip install {_cupy(driver)}",
         )
     ready, nvrtc = _toolchain(findings, bool(devices), bool(installed), compiles, driver)
     rows += [("NVRTC", nvrtc), ("compiled kernels", asked(partial(_compiled, nvrtc)))]
@@ -51,10 +51,10 @@ def describe(findings: Diagnosis, devices: list[torch.device], compiles: bool) -
 def _compiled(nvrtc: str) -> str:
     """What the cache folder holds, and whether it can be used here."""
     counts = cached_by_version()
-    held = ", ".join(f"{count} by NVRTC {version}" for version, count in counts.items()) or "none in the cache"
+    contents = ", ".join(f"{count} by NVRTC {version}" for version, count in counts.items()) or "none in the cache"
     if not counts or nvrtc in counts:
-        return held
-    return f"{held}, which is not used here: NVRTC {nvrtc} compiles its own"
+        return contents
+    return f"{contents}, which is not used here: NVRTC {nvrtc} compiles its own"
 
 
 def _description(gpu: torch.device) -> str:
@@ -104,21 +104,21 @@ def _toolchain(findings: Diagnosis, has_gpu: bool, has_cupy: bool, compiles: boo
 
 def _parted(message: str) -> tuple[str, str]:
     """A message without the sentence that says what to do, and that sentence."""
-    found = re.search(r"(?:Run|Update|Install) .*?\.(?=$| \()", message)
-    if found is None:
+    match = re.search(r"(?:Run|Update|Install) .*?\.(?=$| \()", message)
+    if match is None:
         return message, "See the message."
-    return " ".join(message.replace(found[0], "").split()), found[0]
+    return " ".join(message.replace(match[0], "").split()), match[0]
 
 
 def _unseen(findings: Diagnosis, number: str, driver: int) -> None:
     if torch.version.cuda is None:
-        what = "torch was built without CUDA"
+        cause = "torch was built without CUDA"
         wheels = "cu130" if driver >= 13000 else "cu126"
         do = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
     else:
-        what = f"torch, built for CUDA {torch.version.cuda}, cannot use it"
+        cause = f"torch, built for CUDA {torch.version.cuda}, cannot use it"
         do = "Update the driver, or unset CUDA_VISIBLE_DEVICES where it hides the GPU."
-    findings.problem(SLOWER, f"There is an NVIDIA GPU (driver {number}), but {what}.", do)
+    findings.problem(SLOWER, f"There is an NVIDIA GPU (driver {number}), but {cause}.", do)
 
 
 def unfit(findings: Diagnosis, devices: list[torch.device]) -> set[torch.device]:

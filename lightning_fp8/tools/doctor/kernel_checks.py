@@ -41,12 +41,12 @@ def on_device(device: torch.device, limit_s: float, progress: Progress) -> list[
             else:
                 answer = Answer(None, f"not tried, after {_MOST_LOST} of {variant.family} in a row gave no result")
             lost[variant.family] = 0 if answer.failure is None else lost[variant.family] + 1
-            found = answer.found or {
+            fields = answer.found or {
                 **{"compiled": "failed", "compile_s": 0.0, "self_test": NOT_LOADED, "self_test_s": None},
                 **{"failure": answer.failure, "unavailable": False},
             }
-            is_last = found.pop("unavailable")
-            checks.append(KernelCheck(variant.name, str(device), **found))
+            is_last = fields.pop("unavailable")
+            checks.append(KernelCheck(variant.name, str(device), **fields))
             progress(f"{_said(checks[-1])}\n")
             if is_last:
                 break
@@ -94,8 +94,8 @@ def gemm(device: torch.device) -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-4, 5, (size, 64), generator=generator).float() for size in (48, 32))
-    one = torch.ones((), device=device)
-    operands = [Fp8Tensor(x.to(E4M3.dtype).view(torch.uint8).to(device), one, "e4m3") for x in (a, b)]
+    scale_inv = torch.ones((), device=device)
+    operands = [Fp8Tensor(x.to(E4M3.dtype).view(torch.uint8).to(device), scale_inv, "e4m3") for x in (a, b)]
     # sums are integers of at most 64 * 16: exact, and rounded to bf16 once
     got = plain.scaled_mm(operands[0], operands[1], None, torch.bfloat16, False)
     return None if torch.equal(got.cpu(), (a @ b.t()).bfloat16()) else "another result than the same product in fp32"
@@ -139,7 +139,7 @@ def _most(group: list[KernelCheck]) -> str:
     if not taken:
         return "-"
     registers, local, shared = (
-        max(one[what] for one in taken) for what in ("registers", "local_bytes", "shared_bytes")
+        max(counts[key] for counts in taken) for key in ("registers", "local_bytes", "shared_bytes")
     )
     return f"{registers} registers, local {local} B, shared {shared} B"
 

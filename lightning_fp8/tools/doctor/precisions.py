@@ -29,11 +29,11 @@ def describe(
         runs = "yes" if capability >= _BF16_CAPABILITY else f"no: compute capability {capability[0]}.{capability[1]}"
         rows += [(str(device), precision, runs, "-", "-", "-") for precision in _BF16]
         per_tensor = _fp8(findings, device, unfit, ready, compile)
-        found = {
+        by_precision = {
             "fp8-block": _in_blocks(capability, per_tensor, ready),
             "fp8-mx": _in_mx(capability, per_tensor, ready),
         }
-        rows += [(str(device), precision, *found.get(precision, per_tensor)) for precision in RECIPES]
+        rows += [(str(device), precision, *by_precision.get(precision, per_tensor)) for precision in RECIPES]
     rows += [("cpu", precision, "yes", "-", "-", "-") for precision in _BF16]
     rows += [("cpu", precision, "yes", _REFERENCE, _REFERENCE, _REFERENCE) for precision in RECIPES]
     findings.section("Precisions", ("device", "precision", "runs", "casts", "scales", "GEMMs"), *rows)

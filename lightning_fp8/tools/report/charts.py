@@ -85,7 +85,7 @@ def curves(runs: Sequence[Run], keys: Sequence[str]) -> Chart:
 
 def switches(runs: Sequence[Run]) -> list[Switch]:
     """What ``PrecisionSchedule`` did, by the entries that it logged and by those in the record."""
-    found = []
+    changes = []
     for position, run in enumerate(runs):
         series, labels = run.scalars.get(SCHEDULE), run.record.get("schedule") or []
         entries = zip([0.0, *series.values], series.steps, series.values) if series is not None else ()
@@ -93,8 +93,8 @@ def switches(runs: Sequence[Run]) -> list[Switch]:
             if entry != before and math.isfinite(entry):
                 number = int(entry)
                 label = labels[number - 1] if 0 < number <= len(labels) else f"schedule {number}"
-                found.append(Switch(int(step), label, position))
-    return found
+                changes.append(Switch(int(step), label, position))
+    return changes
 
 
 def role_charts(run: Run) -> dict[str, Chart]:
@@ -127,12 +127,12 @@ def thinned(series: Series, points: int = MAX_POINTS) -> Series:
     count = len(series.steps)
     if count <= points:
         return series
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     bounds = np.linspace(0, count, points // 2).astype(int)
     for start, end in pairwise(bounds):
         part = series.values[start:end]
         is_finite = np.isfinite(part)
-        kept.add(int(start + np.where(is_finite, part, np.inf).argmin()))
-        kept.add(int(start + np.where(is_finite, part, -np.inf).argmax()))
-    rows = np.array(sorted(kept))
+        indices.add(int(start + np.where(is_finite, part, np.inf).argmin()))
+        indices.add(int(start + np.where(is_finite, part, -np.inf).argmax()))
+    rows = np.array(sorted(indices))
     return Series(series.steps[rows], series.values[rows])

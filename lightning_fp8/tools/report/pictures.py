@@ -47,8 +47,8 @@ def write_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def _with(quantities: Sequence[str], roles: dict[str, dict[str, Chart]]) -> dict[str, list[Chart]]:
     """The charts of these quantities, by run."""
-    found = {run: [charts[quantity] for quantity in quantities if quantity in charts] for run, charts in roles.items()}
-    return {run: charts for run, charts in found.items() if charts}
+    by_run = {run: [charts[quantity] for quantity in quantities if quantity in charts] for run, charts in roles.items()}
+    return {run: charts for run, charts in by_run.items() if charts}
 
 
 def _figure(width: float, height: float) -> Any:
@@ -84,13 +84,13 @@ def _lines(rows: dict[str, list[Chart]], width: float, height: float) -> Any:
 
 
 def _scales(runs: Sequence[Run]) -> Any:
-    found = [(run, tensors) for run in runs if (tensors := tensors_of(run)) is not None]
-    if not found:
+    pairs = [(run, tensors) for run in runs if (tensors := tensors_of(run)) is not None]
+    if not pairs:
         return None
-    heights = [min(max(0.17 * len(tensors.names), 2.5), 9.0) + 0.8 for _, tensors in found]
+    heights = [min(max(0.17 * len(tensors.names), 2.5), 9.0) + 0.8 for _, tensors in pairs]
     figure = _figure(10, sum(heights))
-    rows = figure.subplots(len(found), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (run, tensors) in zip(rows, found, strict=True):
+    rows = figure.subplots(len(pairs), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (run, tensors) in zip(rows, pairs, strict=True):
         with np.errstate(divide="ignore", invalid="ignore"):
             exponents = np.log2(tensors.columns["scale"])
         image = axes.imshow(np.ma.masked_invalid(exponents), aspect="auto", interpolation="nearest", cmap="viridis")

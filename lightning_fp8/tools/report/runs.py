@@ -89,17 +89,17 @@ def _place(folder: Path) -> Path:
     """The folder itself if it has logs, or the newest version in it."""
     if not folder.is_dir():
         raise ReadError(f"There is no folder {folder}.")
-    found = sorted({path.parent for name in (CSV_FILE, _EVENTS) for path in folder.rglob(name)})
-    if folder in found:
+    folders = sorted({path.parent for name in (CSV_FILE, _EVENTS) for path in folder.rglob(name)})
+    if folder in folders:
         return folder
     versions = {
         int(version[1]): path
-        for path in found
+        for path in folders
         if path.parent == folder and (version := re.fullmatch(r"version_(\d+)", path.name))
     }
     if versions:
         return versions[max(versions)]
-    hint = f"Inside it, {found[-1]} has." if found else "A report reads what CSVLogger or TensorBoardLogger wrote."
+    hint = f"Inside it, {folders[-1]} has." if folders else "A report reads what CSVLogger or TensorBoardLogger wrote."
     raise ReadError(f"{folder} has no logs: neither {CSV_FILE}, nor event files, nor a version_N with them. {hint}")
 
 
@@ -109,7 +109,7 @@ def read_csv(path: Path) -> dict[str, Series]:
     Raises:
         ReadError: if it is not such a file.
     """
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    columns: dict[str, dict[int, float]] = defaultdict(dict)
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         # the run may be writing the last line, or have been stopped while writing it
@@ -127,10 +127,10 @@ def read_csv(path: Path) -> dict[str, Series]:
             for key, cell in row.items():
                 if cell:
                     with contextlib.suppress(ValueError):
-                        found[key][step] = float(cell)
+                        columns[key][step] = float(cell)
     except (OSError, csv.Error) as error:
         raise ReadError(f"{path} cannot be read: {error}.") from error
-    return {key: _series(values) for key, values in found.items() if values}
+    return {key: _series(values) for key, values in columns.items() if values}
 
 
 def _read_events(folder: Path) -> dict[str, Series]:
@@ -142,11 +142,11 @@ def _read_events(folder: Path) -> dict[str, Series]:
     place = f"The event files in {folder}"
     try:
         events.Reload()
-        found = {key: events.Scalars(key) for key in events.Tags()["scalars"]}
+        scalars = {key: events.Scalars(key) for key in events.Tags()["scalars"]}
     # the reader's exceptions for a damaged file are not documented
     except Exception as error:
         raise ReadError(f"{place} cannot be read: {error}.") from error
-    return {key: _series({_step(e.step, place): e.value for e in some}) for key, some in found.items() if some}
+    return {key: _series({_step(e.step, place): e.value for e in some}) for key, some in scalars.items() if some}
 
 
 def _step(value: str | int, place: str) -> int:

@@ -57,12 +57,12 @@ def final_values(runs: Sequence[Run]) -> Table:
     columns = ["metric", *(f"{name}<" for name in names), *(f"{name} against {names[0]}<" for name in names[1:])]
     rows, gaps = [], []
     for key in curve_keys(runs):
-        found = [run.scalars[key].values if key in run.scalars else np.array([]) for run in runs]
-        first, *others = [float(values[-1]) if len(values) else None for values in found]
-        differences = [(x - first) / abs(first) if x is not None and first else None for x in others]
-        rows.append([Cell(key), *map(_number, (first, *others)), *(_number(x, "{:+.3%}") for x in differences)])
-        lost = [np.count_nonzero(~np.isfinite(values)) for values in found]
-        gaps += [f"{key} of {name}: {n} of {len(x)} values" for name, n, x in zip(names, lost, found) if n]
+        curves = [run.scalars[key].values if key in run.scalars else np.array([]) for run in runs]
+        first, *rest = [float(values[-1]) if len(values) else None for values in curves]
+        differences = [(x - first) / abs(first) if x is not None and first else None for x in rest]
+        rows.append([Cell(key), *map(_number, (first, *rest)), *(_number(x, "{:+.3%}") for x in differences)])
+        lost = [np.count_nonzero(~np.isfinite(values)) for values in curves]
+        gaps += [f"{key} of {name}: {n} of {len(x)} values" for name, n, x in zip(names, lost, curves) if n]
     note = f"Not finite, and gaps in the curves: {'; '.join(gaps)}." if gaps else ""
     return Table(columns, rows, note if rows else "No metric has more than one step.")
 
@@ -95,10 +95,10 @@ def _worst_cells(tensors: Tensors | None, rows: list[int]) -> list[Cell]:
     cells = []
     for quantity, (title, form) in _WORST.items():
         values, steps = tensors.worst[quantity]
-        known = [(float(values[row]), row) for row in rows if not math.isnan(values[row])]
+        pairs = [(float(values[row]), row) for row in rows if not math.isnan(values[row])]
         # the first of equal ones
         pick = min if title.endswith("<") else max
-        value, row = pick(known, key=lambda pair: pair[0], default=(None, 0))
+        value, row = pick(pairs, key=lambda pair: pair[0], default=(None, 0))
         cells.append(_number(value, f"{form} ({roles.get(row)}, step {steps[row]})"))
     counts = [(count, role) for row, role in roles.items() if not math.isnan(count := tensors.nonfinite_steps[row])]
     most, role = max(counts, default=(None, ""))
@@ -120,16 +120,16 @@ def watchdog(run: Run) -> Table:
 
 def layers(run: Run) -> Table:
     """Which layers run in FP8, and why the others do not."""
-    found = run.record.get("layers")
-    if not found:
+    entries = run.record.get("layers")
+    if not entries:
         why = f"No layer runs in FP8 under precision {run.precision}." if run.record else _NO_RECORD
         return Table([], [], why)
     rows = []
-    for row in found:
+    for row in entries:
         runs_in = Cell("FP8") if row["converted"] else Cell("not FP8", mark=True)
         rows.append([Cell(row["path"] or "(root)"), Cell(row["kind"]), runs_in, Cell(row["reason"])])
-    known = [row["converted"] for row in found if row["kind"] != "Parameter"]
-    note = f"{sum(known)} of {len(known)} layers ran in FP8 when the run started."
+    flags = [row["converted"] for row in entries if row["kind"] != "Parameter"]
+    note = f"{sum(flags)} of {len(flags)} layers ran in FP8 when the run started."
     return Table(["layer", "class", "runs in", "because"], rows, note, by_layer=True)
 
 
@@ -160,8 +160,8 @@ def environment(runs: Sequence[Run]) -> Table:
     """What each run was made with; rows that differ are marked."""
     facts = [_facts(run) for run in runs]
     rows = []
-    for name in dict.fromkeys(name for found in facts for name in found):
-        values = [found.get(name, "-") for found in facts]
+    for name in dict.fromkeys(name for run_facts in facts for name in run_facts):
+        values = [run_facts.get(name, "-") for run_facts in facts]
         differs = len(set(values)) > 1
         rows.append([Cell(value, mark=differs) for value in (name, *values)])
     missing = [run.name for run in runs if not run.record]
@@ -171,13 +171,13 @@ def environment(runs: Sequence[Run]) -> Table:
 
 def _facts(run: Run) -> dict[str, str]:
     names = ("precision", "strategy", "accelerator", "world_size", "parameters")
-    found = {
+    facts = {
         **{name.replace("_", " "): run.record[name] for name in names if name in run.record},
         **(run.record.get("environment") or {}),
         **{f"recipe: {name}": value for name, value in (run.record.get("recipe") or {}).items()},
         **{f"hparams: {name}": value for name, value in run.hparams.items()},
     }
-    return {name: _fact(value) for name, value in found.items()}
+    return {name: _fact(value) for name, value in facts.items()}
 
 
 def _fact(value: Any) -> str:

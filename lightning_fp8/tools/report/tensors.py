@@ -63,12 +63,12 @@ class Tensors:
     @cached_property
     def worst(self) -> dict[str, tuple[Floats, npt.NDArray[np.int64]]]:
         """The worst value of each tensor over the run, ``[R]``, NaN where there is none, and its first step."""
-        found = {}
+        by_quantity = {}
         for quantity, how in PLANES.items():
             values = self.values[quantity]
             at = np.where(np.isnan(values), np.inf, values if how == "min" else -values).argmin(axis=1)
-            found[quantity] = values[np.arange(len(values)), at], self.steps[at]
-        return found
+            by_quantity[quantity] = values[np.arange(len(values)), at], self.steps[at]
+        return by_quantity
 
 
 def tensors_of(run: Run) -> Tensors | None:
@@ -81,7 +81,7 @@ def tensors_of(run: Run) -> Tensors | None:
     if not logged:
         return None
     names = _in_model_order(logged, run)
-    steps = np.unique(np.concatenate([series.steps for found in logged.values() for series in found.values()]))
+    steps = np.unique(np.concatenate([series.steps for curves in logged.values() for series in curves.values()]))
     values: dict[str, Floats] = {quantity: np.full((len(names), len(steps)), np.nan) for quantity in PLANES}
     nonfinite = np.full(len(names), np.nan)
     for row, name in enumerate(names):
@@ -90,29 +90,29 @@ def tensors_of(run: Run) -> Tensors | None:
                 values[quantity][row, np.searchsorted(steps, series.steps)] = series.values
             else:
                 nonfinite[row] = series.values[-1]
-    known = {row["path"] for row in run.record.get("layers") or []} | sqnr_of(run).keys()
-    return Tensors(names, [_layer_of(name, known) for name in names], steps, values, nonfinite)
+    paths = {row["path"] for row in run.record.get("layers") or []} | sqnr_of(run).keys()
+    return Tensors(names, [_layer_of(name, paths) for name in names], steps, values, nonfinite)
 
 
 def _in_model_order(names: Iterable[str], run: Run) -> list[str]:
     """Tensor names in the record's order of modules; without a record by name, with 10 after 2."""
-    known = {module: position for position, module in enumerate(run.record.get("modules") or [])}
+    positions = {module: position for position, module in enumerate(run.record.get("modules") or [])}
 
     def place(name: str) -> tuple[int, str, int]:
         module, _, role = name.rpartition(".")
         by_number = re.sub(r"\d+", lambda digits: digits[0].zfill(9), module)
-        return known.get(module, len(known)), by_number, ROLES.index(role)  # type: ignore[arg-type]
+        return positions.get(module, len(positions)), by_number, ROLES.index(role)  # type: ignore[arg-type]
 
     return sorted(names, key=place)
 
 
-def _layer_of(name: str, known: set[str]) -> str:
+def _layer_of(name: str, paths: set[str]) -> str:
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
-    return parent if module not in known and parent in known else module
+    return parent if module not in paths and parent in paths else module
 
 
 def sqnr_of(run: Run) -> dict[str, float]:
     """The newest SQNR that ``QuantizationProbe`` measured, in dB, by module path."""
-    found = {key: re.fullmatch("fp8/(?:(.+)/)?sqnr_db", key, re.DOTALL) for key in run.scalars}
-    return {of[1] or "": float(run.scalars[key].values[-1]) for key, of in found.items() if of}
+    matches = {key: re.fullmatch("fp8/(?:(.+)/)?sqnr_db", key, re.DOTALL) for key in run.scalars}
+    return {of[1] or "": float(run.scalars[key].values[-1]) for key, of in matches.items() if of}
