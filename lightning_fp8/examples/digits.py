@@ -53,6 +53,6 @@ def load_digits() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits as load
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("The digits come with scikit-learn: pip install scikit-learn") from error
-    found = load()
-    images = torch.from_numpy(found.images).float() * (2 / BRIGHTEST) - 1
-    return images, torch.from_numpy(found.target).long()
+    digits = load()
+    images = torch.from_numpy(digits.images).float() * (2 / BRIGHTEST) - 1
+    return images, torch.from_numpy(digits.target).long()

@@ -12,15 +12,15 @@ def closest(word: str, words: Iterable[str]) -> str | None:
     >>> closest("FP8_delyed", ["bf16-mixed", "fp8-delayed"])
     'fp8-delayed'
     """
-    plain = {_plain(known): known for known in words}
-    found = get_close_matches(_plain(word), plain, n=1, cutoff=0.75)
-    return plain[found[0]] if found else None
+    plain = {_plain(candidate): candidate for candidate in words}
+    matches = get_close_matches(_plain(word), plain, n=1, cutoff=0.75)
+    return plain[matches[0]] if matches else None
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """The same as a sentence after a space; empty if there is none."""
-    found = closest(word, words)
-    return f" Did you mean {found!r}?" if found else ""
+    match = closest(word, words)
+    return f" Did you mean {match!r}?" if match else ""
 
 
 def _plain(word: str) -> str:

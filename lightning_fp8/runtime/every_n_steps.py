@@ -56,12 +56,12 @@ class EveryNSteps:
 
     def in_vain(self) -> str:
         """Why no batch since :meth:`start` was due, and what to set; empty if one was, or if there were no steps."""
-        made = self._count - self._began
-        if not made or self._count // self.steps > self._began // self.steps:
+        count = self._count - self._began
+        if not count or self._count // self.steps > self._began // self.steps:
             return ""
         return (
-            f"{self.owner}: the run made {made} steps and `every_n_steps` is {self.steps}, so nothing was logged. Set"
-            f" `every_n_steps` to {made} or less."
+            f"{self.owner}: the run made {count} steps and `every_n_steps` is {self.steps}, so nothing was logged. Set"
+            f" `every_n_steps` to {count} or less."
         )
 
     def _is_due(self, count: int) -> bool:
