@@ -21,8 +21,8 @@ ORDERS = ["converted first", "adapted first", "plain"]
 def base(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model that always has the same weights, and its batch."""
     torch.manual_seed(3)
-    made: tuple[nn.Module, dict[str, Tensor]] = getattr(transformer_models, name)()
-    return made
+    pair: tuple[nn.Module, dict[str, Tensor]] = getattr(transformer_models, name)()
+    return pair
 
 
 def with_adapters(model: nn.Module, name: str, **config: Any) -> PeftModel:
@@ -37,10 +37,10 @@ def adapted(name: str, order: str, **config: Any) -> tuple[PeftModel, dict[str, 
     model, batch = base(name)
     if order == "converted first":
         convert(model)
-    made = with_adapters(model, name, **config)
+    peft_model = with_adapters(model, name, **config)
     if order == "adapted first":
-        convert(made)
-    return made.train(), batch
+        convert(peft_model)
+    return peft_model.train(), batch
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:

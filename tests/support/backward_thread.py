@@ -17,21 +17,21 @@ _calls: list[Callable[[], None]] = []
 
 def in_a_backward_thread(function: Callable[[], Any]) -> Any:
     """The function's result or exception in that thread."""
-    found: list[Any] = []
+    results: list[Any] = []
     caller = threading.get_ident()
 
     def call() -> None:
         assert threading.get_ident() != caller
         try:
-            found.append(function())
+            results.append(function())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     _calls.append(call)
     _forked()(torch.zeros(1))
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 @torch.jit.ignore

@@ -71,13 +71,13 @@ def run(
         y, y_t = (Guarded(shape, torch.uint8, poison, offset) if on else None for shape, on in zip(shapes, outputs[:2]))
         sums = Guarded(shapes[2], torch.float32, poison) if outputs[2] else None
         scale_inv = Guarded((), torch.float32, poison)
-        tensors = [None if one is None else one.tensor for one in (y, y_t, sums, scale_inv)]
-        payloads = (NO_PAYLOAD if one is None else one for one in tensors[:2])
+        tensors = [None if out is None else out.tensor for out in (y, y_t, sums, scale_inv)]
+        payloads = (NO_PAYLOAD if tensor is None else tensor for tensor in tensors[:2])
         written = dict(zip(("y", "y_t", "column_sums", "scale_inv"), (*payloads, *tensors[2:])))
         if row.current_amax is not None:
             row.current_amax.zero_()
         casts.cast_transpose(kernel, x, row._replace(**written), dy, gated)
-        assert all(one is None or one.unharmed() for one in (y, y_t, sums, scale_inv)), "written outside of an output"
+        assert all(out is None or out.unharmed() for out in (y, y_t, sums, scale_inv)), "written outside of an output"
         results.append(Outputs(*tensors))
     for name, first, second in zip(Outputs._fields, *results):
         # as bytes, where NaN equals itself

@@ -22,8 +22,8 @@ def changed(family: str, change: Change | None) -> dict[str, str]:
         for path in sorted(Path(kernels_cuda.__file__).parent.glob(f"{family}*.cu*"))
     }
     if change is not None:
-        found = {name: text.count(change.old) for name, text in texts.items() if change.old in text}
-        assert [*found.values()] == [1], f"{change.old!r} occurs in {found or 'no source'}"
-        (name,) = found
+        counts = {name: text.count(change.old) for name, text in texts.items() if change.old in text}
+        assert [*counts.values()] == [1], f"{change.old!r} occurs in {counts or 'no source'}"
+        (name,) = counts
         texts[name] = texts[name].replace(change.old, change.new)
     return texts

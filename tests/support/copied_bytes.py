@@ -32,7 +32,7 @@ class _Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in COPYING or name in FILLING:
             written = out if isinstance(out, Tensor) else args[0]
-            self.bytes[name] += sum(one.nbytes for one in ([written] if isinstance(written, Tensor) else written))
+            self.bytes[name] += sum(tensor.nbytes for tensor in ([written] if isinstance(written, Tensor) else written))
         return out
 
 

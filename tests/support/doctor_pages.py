@@ -13,7 +13,7 @@ from kernels_cuda.compile import nvrtc_version
 from lightning_fp8.ops.cuda import gemm_table, kernels
 from lightning_fp8.tools.doctor import Diagnosis, hardware
 
-TWO = [one for one in kernels.variants((10, 0)) if one.family in ("cast_weights", "update_scales")]
+TWO = [variant for variant in kernels.variants((10, 0)) if variant.family in ("cast_weights", "update_scales")]
 
 
 @contextmanager
@@ -35,12 +35,12 @@ def bare_machine(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
         function.cache_clear()
 
 
-def rows(found: Diagnosis, title: str) -> list[dict[str, str]]:
+def rows(diagnosis: Diagnosis, title: str) -> list[dict[str, str]]:
     """The rows of a section, by column."""
-    return found.as_dict()["sections"][title]  # type: ignore[no-any-return]
+    return diagnosis.as_dict()["sections"][title]  # type: ignore[no-any-return]
 
 
-def value(found: Diagnosis, title: str, what: str) -> str:
+def value(diagnosis: Diagnosis, title: str, label: str) -> str:
     """What a section says was found."""
-    (answer,) = (row["found"] for row in rows(found, title) if row["what"] == what)
+    (answer,) = (row["found"] for row in rows(diagnosis, title) if row["what"] == label)
     return answer

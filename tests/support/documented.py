@@ -15,15 +15,15 @@ def text_of(page: str) -> str:
 
 def table_of(page: str, *columns: str) -> list[dict[str, str]]:
     """The rows of the only table with these columns, as cells by column, without code and bold markup."""
-    found = []
+    tables = []
     for table in re.findall(r"^(?:\|.*\|\n)+", text_of(page), re.MULTILINE):
         lines = [
             [re.sub(r"`|\*\*", "", cell).strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
         ]
         if set(columns) <= set(lines[0]):
-            found.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
-    assert len(found) == 1, f"{page} has {len(found)} tables with the columns {columns}"
-    return found[0]
+            tables.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
+    assert len(tables) == 1, f"{page} has {len(tables)} tables with the columns {columns}"
+    return tables[0]
 
 
 def measured(name: str) -> dict[str, dict[str, Any]]:

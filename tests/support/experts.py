@@ -35,12 +35,12 @@ def experts(form: str = "gate", implementation: str = "eager") -> Any:
         moe_intermediate_size=HIDDEN, moe_num_experts=EXPERTS, moe_latent_size=None, hidden_act="silu",
         mlp_hidden_act="relu2", swiglu_alpha=1.7, swiglu_limit=20.0, _experts_implementation=implementation,
     )  # fmt: skip
-    made = FORMS[form](config)
-    for parameter in made.parameters():
+    module = FORMS[form](config)
+    for parameter in module.parameters():
         # the experts differ in their scales
         nn.init.normal_(parameter)
         parameter.data *= (0.1 * 3.0 ** torch.arange(EXPERTS)).view(-1, *[1] * (parameter.dim() - 1))
-    return made
+    return module
 
 
 def routing(*without: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Separate(nn.Module):
     def gradient(self, name: str, of: str = "weight") -> Tensor:
         """The gradient of the weights of all experts, ``[E, N, K]``, or biases; zeros for those without a token."""
         weights = [getattr(layer, of) for layer in getattr(self, name)]
-        return torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in weights])
+        return torch.stack([torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights])
 
 
 def mixtral(**settings: Any) -> Any:

@@ -83,7 +83,7 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self.layers = [(type(layer), layer.training) for layer in model.modules()]
         self.objects = [*model.parameters(), *model.buffers()]
-        self.trained = [one.requires_grad for one in self.objects]
+        self.trained = [tensor.requires_grad for tensor in self.objects]
         self.tensors = copy.deepcopy(model.state_dict())
         self.state = scaling_state(model) if is_converted(model) else None
         self.entries = self.state.state_dict() if self.state else {}
@@ -91,8 +91,8 @@ class Before:
     def check(self, model: nn.Module) -> None:
         assert [(type(layer), layer.training) for layer in model.modules()] == self.layers
         now = [*model.parameters(), *model.buffers()]
-        assert all(one is other for one, other in zip(now, self.objects, strict=True))
-        assert [one.requires_grad for one in now] == self.trained
+        assert all(new is old for new, old in zip(now, self.objects, strict=True))
+        assert [tensor.requires_grad for tensor in now] == self.trained
         tensors = model.state_dict()
         assert tensors.keys() == self.tensors.keys()
         assert all(t.is_meta or torch.equal(t, self.tensors[name]) for name, t in tensors.items())

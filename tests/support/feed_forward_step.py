@@ -31,13 +31,13 @@ def training_step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) 
     return [y.detach(), x.grad, *gradients, state.scale.clone(), state.amax_history[0].clone()]
 
 
-def assert_same_steps(one: nn.Module, two: nn.Module, steps: int = 3, autocast: bool = False) -> None:
+def assert_same_steps(reference: nn.Module, model: nn.Module, steps: int = 3, autocast: bool = False) -> None:
     """Outputs, gradients, scales and amaxes agree, at the first use of every tensor and with delayed scales."""
-    dtype = next(one.parameters()).dtype
+    dtype = next(reference.parameters()).dtype
     for _ in range(steps):
         x = torch.randn(2, 7, 32, dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            expected, actual = training_step(one, one, x), training_step(two, two, x)
+            expected, actual = training_step(reference, reference, x), training_step(model, model, x)
         assert len(expected) >= 4
         for this, that in zip(expected, actual, strict=True):
             assert that.dtype == this.dtype

@@ -44,7 +44,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> n
         setattr(config, key, value)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *(one for one in model.buffers() if one.dim() == 1 and len(one) == 4)):
+        for tensor in (*model.parameters(), *(buf for buf in model.buffers() if buf.dim() == 1 and len(buf) == 4)):
             tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, 0.1)
     return model.eval()
 
@@ -52,7 +52,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> n
 def published(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors under the names of published files; tied ones once."""
     names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return revert_weight_conversion(model, {name: one for name, one in model.state_dict().items() if name in names})
+    return revert_weight_conversion(model, {name: t for name, t in model.state_dict().items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def cast(weight: Tensor, kind: str, scale_dtype: torch.dtype = torch.float32) ->
     x = weight.float().numpy()
     if kind in ("group", "square"):
         in_mx = cast_in_mx(x, kind == "square")
-        codes, stored = (torch.from_numpy(one[: len(x)].copy()) for one in in_mx)
+        codes, stored = (torch.from_numpy(array[: len(x)].copy()) for array in in_mx)
         return codes.view(torch.float8_e4m3fn), stored, values_in_mx(codes, stored)
     rows, columns = {"tensor": x.shape, "row": (1, x.shape[1]), "block": (128, 128)}[kind]
     amaxes = np.array([[np.abs(x[i : i + rows, j : j + columns]).max() for j in range(0, x.shape[1], columns)]
@@ -106,16 +106,16 @@ def quantized(
     scale_dtype: torch.dtype = torch.float32,
 ) -> Written:
     """The tensors with those of linear layers in FP8, with scales, and static scales of inputs under ``input_name``."""
-    held: dict[str, Tensor] = {}
+    entries: dict[str, Tensor] = {}
     values: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
-        held[name] = tensor.detach().contiguous()
+        entries[name] = tensor.detach().contiguous()
         if in_linear(name, tensor):
             path = name.removesuffix("weight")
-            held[name], held[path + scale_name], values[name] = cast(tensor.detach(), kind, scale_dtype)
+            entries[name], entries[path + scale_name], values[name] = cast(tensor.detach(), kind, scale_dtype)
             if input_name is not None:
-                held[path + input_name] = torch.tensor(0.01)
-    return Written(held, values)
+                entries[path + input_name] = torch.tensor(0.01)
+    return Written(entries, values)
 
 
 HF_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
@@ -169,6 +169,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], quantization: Any, model:
     places = {name: files[at % shards] for at, name in enumerate(tensors)}
     for file in files:
         save_file({n: t for n, t in tensors.items() if places[n] == file}, folder / file, {"format": "pt"})
-    index = {"metadata": {"total_size": sum(one.nbytes for one in tensors.values())}, "weight_map": places}
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

@@ -76,6 +76,6 @@ def payloads(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (w.payload.clone(), w.scale_inv.clone()) for name, w in frozen_weights(model).items()}
 
 
-def same(one: Any, other: Any) -> bool:
-    leaves, others = tree_leaves(one), tree_leaves(other)
-    return len(leaves) == len(others) > 0 and all(map(torch.equal, leaves, others))
+def same(first: Any, second: Any) -> bool:
+    first_leaves, second_leaves = tree_leaves(first), tree_leaves(second)
+    return len(first_leaves) == len(second_leaves) > 0 and all(map(torch.equal, first_leaves, second_leaves))

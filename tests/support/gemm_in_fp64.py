@@ -53,8 +53,8 @@ class Gemms:
         monkeypatch.setattr(kernels, "sum_splits_kernel", self._obtain("sum_splits", SumKernel))
         monkeypatch.setattr(kernel_gemm, "gemm", self._launch)
 
-    def _choose(self, device: torch.device, *asked: Any) -> Choice:
-        *wanted, run = asked
+    def _choose(self, device: torch.device, *arguments: Any) -> Choice:
+        *wanted, run = arguments
         assert run is gemm_operators.run_choice
         self.asked.append((*wanted,))
         return self.choice

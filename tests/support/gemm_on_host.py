@@ -30,10 +30,10 @@ class Chosen(NamedTuple):
 
 def load(chosen: Chosen, late: bool = True) -> HostKernel:
     """Copies, on Hopper products too, happen as late as a device may do them, or as early."""
-    one, output, formats, promote, b_scale_rows, grouped = chosen
-    defines = gemm_variants.variant(one, *formats, output, promote, b_scale_rows, grouped)
-    layout = one.grouped_layout if grouped else one.blocks_layout if b_scale_rows and promote else one.layout
-    kernel = HostKernel((one.family, defines), layout, one.threads, 0, one.shared_bytes)
+    config, output, formats, promote, b_scale_rows, grouped = chosen
+    defines = gemm_variants.variant(config, *formats, output, promote, b_scale_rows, grouped)
+    layout = config.grouped_layout if grouped else config.blocks_layout if b_scale_rows and promote else config.layout
+    kernel = HostKernel((config.family, defines), layout, config.threads, 0, config.shared_bytes)
     ctypes.c_int.in_dll(kernel._library, "late").value = late
     return kernel
 

@@ -16,8 +16,8 @@ from lightning_fp8.ops.cuda import gemm_choice, gemm_table, kernels
 from lightning_fp8.runtime.warn_once import warn_once
 
 GPU, NAME, HOPPER = torch.device("cuda", 0), "NVIDIA H200", (9, 0)
-FAST = {one.name: one for one in configurations(HOPPER, promote=False)}
-PROMOTED = {one.name: one for one in configurations(HOPPER, promote=True)}
+FAST = {config.name: config for config in configurations(HOPPER, promote=False)}
+PROMOTED = {config.name: config for config in configurations(HOPPER, promote=True)}
 
 
 def forget() -> None:
@@ -49,15 +49,15 @@ def be(patch: pytest.MonkeyPatch, capability: tuple[int, int] = HOPPER, name: st
     patch.setattr(torch.cuda, "get_device_name", lambda *_: name)
 
 
-def row(m: int, n: int, k: int, ours: float | None, theirs: float | None, **others: Any) -> dict[str, Any]:
+def row(m: int, n: int, k: int, ours: float | None, theirs: float | None, **columns: Any) -> dict[str, Any]:
     """A row without promotion, of the configuration "128x256 s4 c2"."""
     fields = {"promote": False, "output": "bfloat16", "configuration": "128x256 s4 c2", "splits": 1}
-    return {"m": m, "n": n, "k": k, **fields, "p50_us": ours, "cublaslt_p50_us": theirs, **others}
+    return {"m": m, "n": n, "k": k, **fields, "p50_us": ours, "cublaslt_p50_us": theirs, **columns}
 
 
-def promoted(m: int, n: int, k: int, ours: float | None, theirs: float | None, **others: Any) -> dict[str, Any]:
+def promoted(m: int, n: int, k: int, ours: float | None, theirs: float | None, **columns: Any) -> dict[str, Any]:
     """A row with promotion, of the configuration "256x128 s4 c1"."""
-    return row(m, n, k, ours, theirs, **{"promote": True, "configuration": "256x128 s4 c1", **others})
+    return row(m, n, k, ours, theirs, **{"promote": True, "configuration": "256x128 s4 c1", **columns})
 
 
 def given(*rows: dict[str, Any], own: bool = True) -> Path:

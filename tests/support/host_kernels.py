@@ -80,7 +80,7 @@ OPTIONS = (
 OPTIMISED = "-O3"
 
 
-def compile_on_host(what: str, out: Path, *arguments: str) -> None:
+def compile_on_host(title: str, out: Path, *arguments: str) -> None:
     """The compiled file appears only when it is complete; concurrent callers wait for it."""
     with out.with_name(f"{out.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,7 +90,7 @@ def compile_on_host(what: str, out: Path, *arguments: str) -> None:
         command = ["g++", *OPTIONS, "-o", str(part), *arguments]
         compiled = subprocess.run(command, capture_output=True, text=True, check=False)
         if compiled.returncode:
-            raise RuntimeError(f"{what} does not compile as host C++:\n{compiled.stderr[:4000]}")
+            raise RuntimeError(f"{title} does not compile as host C++:\n{compiled.stderr[:4000]}")
         part.replace(out)
 
 

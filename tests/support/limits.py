@@ -12,5 +12,5 @@ _ROW = re.compile(r"^\| [^|]+ \| ([\d,]+)%? \| `pytest (?:-s )?(\S+?)(?: -k (\w+
 def limit(path: str, name: str = "") -> int:
     """The limit in the row whose command is ``pytest <path> -k <name>``."""
     rows = _ROW.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    (found,) = [number for number, *command in rows if command == [path, name]]
-    return int(found.replace(",", ""))
+    (digits,) = [number for number, *command in rows if command == [path, name]]
+    return int(digits.replace(",", ""))

@@ -131,8 +131,8 @@ def by_hand(steps: int, accumulate: int = 1, clip: float | None = None, recipe: 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
     weights = all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    one, other = scaling_state(a), scaling_state(b)
-    return weights and torch.equal(one.scale, other.scale) and torch.equal(one.amax_history, other.amax_history)
+    first, second = scaling_state(a), scaling_state(b)
+    return weights and torch.equal(first.scale, second.scale) and torch.equal(first.amax_history, second.amax_history)
 
 
 class Steps(pl.Callback):

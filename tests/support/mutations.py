@@ -14,10 +14,10 @@ DEPTH = 100_000
 
 def nested(depth: int) -> list[Any]:
     """Nested lists."""
-    found: list[Any] = []
+    tree: list[Any] = []
     for _ in range(depth):
-        found = [found]
-    return found
+        tree = [tree]
+    return tree
 
 
 REPLACEMENTS: tuple[Any, ...] = (

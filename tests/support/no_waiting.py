@@ -78,8 +78,8 @@ class NoWaiting(TorchFunctionMode):
         try:
             step()
         finally:
-            found = self.stop()
-        return found
+            waits = self.stop()
+        return waits
 
     def compiled(self, forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """``torch.compile(forward)``, which would trace this mode. The operators of its graphs are watched."""
@@ -103,11 +103,11 @@ class NoWaiting(TorchFunctionMode):
         finally:
             self.is_paused = before
 
-    def note(self, what: str) -> None:
+    def note(self, wait: str) -> None:
         """The host waits now."""
         place = None if self.is_paused else _innermost()
         if place is not None:
-            self._found.append(f"{place}: {what}")
+            self._found.append(f"{place}: {wait}")
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether its memory is the host's."""
@@ -115,7 +115,7 @@ class NoWaiting(TorchFunctionMode):
 
     def is_pinned(self, *tensors: Tensor) -> bool:
         """Whether one of them was made to be pinned where there is a GPU."""
-        return any(one.untyped_storage()._cdata in self._pinned for one in tensors if _has_memory(one))
+        return any(tensor.untyped_storage()._cdata in self._pinned for tensor in tensors if _has_memory(tensor))
 
     def put_on_host(self, values: Any, pinned: bool = False) -> None:
         """The memory of all tensors in ``values`` is the host's."""
@@ -201,7 +201,7 @@ class _Operators(TorchDispatchMode):
             masks = () if fills else (torch.bool, torch.uint8)
             return any(index is not None and (index.dtype in masks or on_host(index)) for index in args[1])
         # a launch may take the value of a tensor without dimensions from the host
-        is_mixed = any(on_host(one) and one.dim() for one in tensors)
+        is_mixed = any(on_host(tensor) and tensor.dim() for tensor in tensors)
         return is_mixed or not _NEEDS_VALUES.isdisjoint(func.tags)
 
 
@@ -212,7 +212,7 @@ def _stand_in_for_cuda(calls: NoWaiting, monkeypatch: pytest.MonkeyPatch) -> Non
         # a function of its own each time, as a compiler has a table of them
         return lambda *_, **__: calls.note("synchronize")
 
-    def others() -> int:
+    def other_modes() -> int:
         return sum(not isinstance(mode, _Operators) for mode in _get_current_dispatch_mode_stack())
 
     def look_at_device(self: Any, state: Any) -> Any:
@@ -228,7 +228,7 @@ def _stand_in_for_cuda(calls: NoWaiting, monkeypatch: pytest.MonkeyPatch) -> Non
 
     look, product_in_blocks = notices._Nonfinite.look, reference.scaled_mm_in_blocks
     # under other modes layers keep no copies, and call torch's operators
-    monkeypatch.setattr("lightning_fp8.ops.library._len_torch_dispatch_stack", others)
+    monkeypatch.setattr("lightning_fp8.ops.library._len_torch_dispatch_stack", other_modes)
     monkeypatch.setattr("lightning_fp8.scaling.notices._Nonfinite.look", look_at_device)
     # in place of cuBLASLt's
     monkeypatch.setattr("lightning_fp8.ops.reference.scaled_mm_in_blocks", product)
@@ -239,7 +239,7 @@ def _stand_in_for_cuda(calls: NoWaiting, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _named_place(name: str, args: Any, kwargs: Any) -> bool | None:
@@ -247,7 +247,7 @@ def _named_place(name: str, args: Any, kwargs: Any) -> bool | None:
     if name in _TO_THE_HOST:
         return True
     named = [kwargs.get("device"), *(args[1:] if name == "to" else ())]
-    named = [one for one in named if isinstance(one, (str, torch.device, Tensor))]
+    named = [value for value in named if isinstance(value, (str, torch.device, Tensor))]
     # a device that is not written out is that of a tensor
     return named[0] == "cpu" if named else False if name == "cuda" else None
 

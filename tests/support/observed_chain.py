@@ -25,13 +25,13 @@ class Chain(nn.Module):
             self.add_module(name, nn.Linear(WIDTH, WIDTH, bias=False))
 
     def forward(self, x: Tensor, skipped: frozenset[str] = frozenset(), recompute: str = "no") -> Tensor:
-        what, _, kind = recompute.partition(" ")
+        scope, _, kind = recompute.partition(" ")
         around = partial(checkpoint, use_reentrant=kind == "reentrant")
         run = [layer for name, layer in self.named_children() if name not in skipped]
-        if what == "all":
+        if scope == "all":
             return around(nn.Sequential(*run), x)
         for layer in run:
-            x = around(layer, x) if what == "each" else layer(x)
+            x = around(layer, x) if scope == "each" else layer(x)
         return x
 
 
@@ -77,11 +77,11 @@ class Observer:
         scaled = self.scales.in_fp8(name)
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
-            records = [name for name, one in layers.items() if one.training] if torch.is_grad_enabled() else []
+            records = [name for name, child in layers.items() if child.training] if torch.is_grad_enabled() else []
             self.scales.on_weight(name, record)
             self.scales.on_cast(record, name if self.is_evaluation else None)
             x = scaled.input.cast(x, record, self.scales.uses_histories(record))
-            weights = {name: one.weight.detach().numpy() for name, one in layers.items()}
+            weights = {name: child.weight.detach().numpy() for name, child in layers.items()}
             weight = self.scales.cast_weight(name, weights, records)
         self.operands[name] = x, weight
 

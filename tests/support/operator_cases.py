@@ -139,84 +139,84 @@ class Made:
         }[self.case.layout]
 
 
-def _cast(made: Made) -> tuple[Any, ...]:
-    case = made.case
-    return made.matrix(made.m, made.hidden(made.k)), made.slot("input"), case.activation, case.layout
+def _cast(args: Made) -> tuple[Any, ...]:
+    case = args.case
+    return args.matrix(args.m, args.hidden(args.k)), args.slot("input"), case.activation, case.layout
 
 
-def _scaled_mm(made: Made) -> tuple[Any, ...]:
-    a, b = made.product()
-    bias = torch.ones(len(b.payload)) if made.case.flag else None
-    return a, b, bias, made.case.other, made.case.layout == "rows"
+def _scaled_mm(args: Made) -> tuple[Any, ...]:
+    a, b = args.product()
+    bias = torch.ones(len(b.payload)) if args.case.flag else None
+    return a, b, bias, args.case.other, args.case.layout == "rows"
 
 
-def _scaled_mm_add(made: Made) -> tuple[Any, ...]:
-    a, b = made.product()
-    return made.matrix(len(a.payload), len(b.payload)).clone(), a, b, made.case.flag
+def _scaled_mm_add(args: Made) -> tuple[Any, ...]:
+    a, b = args.product()
+    return args.matrix(len(a.payload), len(b.payload)).clone(), a, b, args.case.flag
 
 
-def _linear(made: Made) -> tuple[Any, ...]:
-    (x, x_fp8), (weight, bias, value, w_fp8), dtype = made.x(), made.layer(made.n, made.k), made.case.dtype
+def _linear(args: Made) -> tuple[Any, ...]:
+    (x, x_fp8), (weight, bias, value, w_fp8), dtype = args.x(), args.layer(args.n, args.k), args.case.dtype
     plain, plain_weight = ops.in_rows(x.detach()), weight.detach().to(dtype)
-    if made.case.layout == "rows":
+    if args.case.layout == "rows":
         x_fp8 = x_fp8._replace(by_columns=plain.t())
-    if made.case.layout == "columns":
+    if args.case.layout == "columns":
         x_fp8, w_fp8 = x_fp8._replace(by_rows=plain), w_fp8._replace(by_rows=plain_weight)
-    return x, weight, bias, value, x_fp8, w_fp8, made.slot("grad_output"), dtype
+    return x, weight, bias, value, x_fp8, w_fp8, args.slot("grad_output"), dtype
 
 
-def _linear_backward(made: Made) -> tuple[Any, ...]:
-    case, n = made.case, made.hidden(made.n)
-    h = None if case.activation == "none" else made.matrix(made.m, n, plain=True)
-    x, w = made.kept(made.operand(made.m, made.k), "rows"), made.kept(made.weight(n, made.k), "columns")
-    dy, slot = made.matrix(made.m, made.n), made.slot("grad_output")
+def _linear_backward(args: Made) -> tuple[Any, ...]:
+    case, n = args.case, args.hidden(args.n)
+    h = None if case.activation == "none" else args.matrix(args.m, n, plain=True)
+    x, w = args.kept(args.operand(args.m, args.k), "rows"), args.kept(args.weight(n, args.k), "columns")
+    dy, slot = args.matrix(args.m, args.n), args.slot("grad_output")
     return dy, h, case.activation, x, w, slot, case.dtype, case.other, case.flag
 
 
-def _mlp(made: Made) -> tuple[Any, ...]:
-    (x, x_fp8), case = made.x(), made.case
+def _mlp(args: Made) -> tuple[Any, ...]:
+    (x, x_fp8), case = args.x(), args.case
     trains = case.layout != "rows"
-    layers = made.layer(made.hidden(made.n), made.k), made.layer(made.k, made.n, trains)
-    slots = made.slot("input"), made.slot("grad_output"), made.slot("grad_output")
+    layers = args.layer(args.hidden(args.n), args.k), args.layer(args.k, args.n, trains)
+    slots = args.slot("input"), args.slot("grad_output"), args.slot("grad_output")
     return x, *layers, x_fp8, *slots, case.activation, trains, True, case.dtype
 
 
-def _mlp_backward(made: Made) -> tuple[Any, ...]:
-    case, (m, n, k) = made.case, (made.m, made.n, made.k)
-    kept = (made.kept(made.operand(m, k), "rows"), made.kept(made.weight(made.hidden(n), k), "columns"))
-    kept = *kept, made.kept(made.operand(m, n), "rows"), made.kept(made.weight(k, n))
-    slots, tensors = (made.slot("grad_output"),) * 2, (made.matrix(m, k), made.matrix(m, made.hidden(n), plain=True))
-    return *tensors, case.activation, *kept, *slots, case.dtype, case.other, [case.flag, not case.flag]
+def _mlp_backward(args: Made) -> tuple[Any, ...]:
+    case, (m, n, k) = args.case, (args.m, args.n, args.k)
+    columns = (args.kept(args.operand(m, k), "rows"), args.kept(args.weight(args.hidden(n), k), "columns"))
+    columns = *columns, args.kept(args.operand(m, n), "rows"), args.kept(args.weight(k, n))
+    slots, tensors = (args.slot("grad_output"),) * 2, (args.matrix(m, k), args.matrix(m, args.hidden(n), plain=True))
+    return *tensors, case.activation, *columns, *slots, case.dtype, case.other, [case.flag, not case.flag]
 
 
-def _gated_mlp(made: Made) -> tuple[Any, ...]:
-    (x, x_fp8), case = made.x(), made.case
+def _gated_mlp(args: Made) -> tuple[Any, ...]:
+    (x, x_fp8), case = args.x(), args.case
     trains = case.layout != "rows"
-    layers = made.layer(made.n, made.k), made.layer(made.n, made.k), made.layer(made.k, made.n, trains)
-    slots = made.slot("input"), *[made.slot("grad_output")] * 3
+    layers = args.layer(args.n, args.k), args.layer(args.n, args.k), args.layer(args.k, args.n, trains)
+    slots = args.slot("input"), *[args.slot("grad_output")] * 3
     return x, *layers, x_fp8, *slots, trains, True, case.dtype
 
 
-def _gated_backward(made: Made) -> tuple[Any, ...]:
-    case, (m, n, k) = made.case, (made.m, made.n, made.k)
-    x, w = made.kept(made.operand(m, k), "rows"), made.kept(made.weight(n, k), "columns")
-    tensors = made.matrix(m, n), *[made.matrix(m, n, plain=True)] * 2
-    slots = (made.slot("grad_output"),) * 2
+def _gated_backward(args: Made) -> tuple[Any, ...]:
+    case, (m, n, k) = args.case, (args.m, args.n, args.k)
+    x, w = args.kept(args.operand(m, k), "rows"), args.kept(args.weight(n, k), "columns")
+    tensors = args.matrix(m, n), *[args.matrix(m, n, plain=True)] * 2
+    slots = (args.slot("grad_output"),) * 2
     return *tensors, x, w, w, *slots, case.dtype, case.other, [case.flag, not case.flag]
 
 
-def _update_scales(made: Made) -> tuple[Any, ...]:
-    state = made.state
+def _update_scales(args: Made) -> tuple[Any, ...]:
+    state = args.state
     tensors = state.amax, state.amax_history, state.scale, state.fp8_max, state.nonfinite_steps
-    return *tensors, made.case.flag, 1.0
+    return *tensors, args.case.flag, 1.0
 
 
 # each operator's arguments, and the scalings that it supports
 _MAKE: dict[str, tuple[Callable[[Made], tuple[Any, ...]], dict[str, Recipe]]] = {
     "cast": (_cast, OF_TENSORS),
-    "cast_weight": (lambda made: (made.matrix(made.n, made.k), made.weight_slot(), made.case.layout), OF_TENSORS),
+    "cast_weight": (lambda args: (args.matrix(args.n, args.k), args.weight_slot(), args.case.layout), OF_TENSORS),
     "cast_blocks": (_cast, IN_BLOCKS),
-    "cast_weight_blocks": (lambda made: (made.matrix(made.n, made.k), made.weight_slot(), made.case.layout), IN_BLOCKS),
+    "cast_weight_blocks": (lambda args: (args.matrix(args.n, args.k), args.weight_slot(), args.case.layout), IN_BLOCKS),
     "scaled_mm": (_scaled_mm, OF_TENSORS | IN_BLOCKS),
     "scaled_mm_add_": (_scaled_mm_add, OF_TENSORS | IN_BLOCKS),
     "linear": (_linear, OF_TENSORS | IN_BLOCKS),
@@ -238,13 +238,13 @@ def cases(name: str) -> list[Case]:
     else:
         # products take many times as long
         drawn = [(choose(STRIDES), layout, flag) for flag, layout in product((True, False), LAYOUTS)]
-    made = []
+    all_cases = []
     for strides, layout, flag in drawn:
         # with an activation, a transposed tensor is copied first
         activation = "none" if strides == "transposed" else choose(ACTIVATIONS)
         rest = layout, choose(DTYPES), choose(DTYPES), activation, strides, flag
-        made += [Case(name, scaling, *rest) for scaling in scalings]
-    return made
+        all_cases += [Case(name, scaling, *rest) for scaling in scalings]
+    return all_cases
 
 
 def arguments(case: Case, m: int, n: int, k: int) -> tuple[Any, ...]:

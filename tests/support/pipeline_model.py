@@ -115,7 +115,7 @@ class Model:
         self._to, self._counted = [0] * len(self._places), [list[int]() for _ in self._barriers]
         self._bytes: dict[int, int] = {}
         self.processes = [self._process(program) for program in programs]
-        self._waiting = [[one for one in self.processes if at in one.awaited] for at in range(len(self._barriers))]
+        self._waiting = [[proc for proc in self.processes if at in proc.awaited] for at in range(len(self._barriers))]
         # processes that do the same may change places
         alike: dict[str, list[int]] = {}
         for who, process in enumerate(self.processes):
@@ -124,15 +124,15 @@ class Model:
 
     def _read(self, note: Note) -> list[int]:
         """The places that a note reads."""
-        found, missing = [], note.number
+        indices, missing = [], note.number
         for index, (block, start, size) in enumerate(self._places):
             common = min(start + size, note.place + note.number) - max(start, note.place)
             if block == note.block and common > 0:
-                found.append(index)
+                indices.append(index)
                 missing -= common
         if missing:
             raise ProtocolError(f"{note} reads {missing} bytes that nobody loads")
-        return found
+        return indices
 
     def _process(self, program: Program) -> Process:
         process, turn, unfenced = Process(program.name, program.block), 0, False
@@ -228,8 +228,8 @@ class Model:
                 raise ProtocolError(f"{process.name} waits for {its}, and passes in phase {barrier.phase}")
             yield state
             return
-        asked = self._asked(state.at) & ~state.arrived
-        on_their_way = [load for load in self._counted[act.barrier] if load & asked]
+        requests = self._asked(state.at) & ~state.arrived
+        on_their_way = [load for load in self._counted[act.barrier] if load & requests]
         for count in range(1, 1 + len(on_their_way) * (not barrier.missing)):
             for loads in itertools.combinations(on_their_way, count):
                 if sum(self._bytes[load] for load in loads) == barrier.bytes:
@@ -242,7 +242,7 @@ class Model:
         """The state after a process's acts up to the next one before which others may come."""
         process, (before, barriers_before, arrived) = self.processes[who], state
         at, end, barriers = list(before), process.stop[before[who]], list(barriers_before)
-        asked = self._asked(before)
+        requests = self._asked(before)
         for act in process.acts[before[who] : end]:
             kind, index = act.kind, act.barrier
             if kind == "I":
@@ -258,11 +258,11 @@ class Model:
             elif kind == "L":
                 ((place, _),) = act.places
                 self._check_there(self._places[place][0], before, process)
-                self._check_free(place, before, asked & ~arrived, process)
-                asked |= act.load
+                self._check_free(place, before, requests & ~arrived, process)
+                requests |= act.load
             elif kind == "R":
                 for place, number in act.places:
-                    loads = asked & self._to[place]
+                    loads = requests & self._to[place]
                     if loads & ~arrived or loads.bit_count() != number:
                         those = f"{loads.bit_count()} loads, of which {(loads & arrived).bit_count()} have arrived"
                         raise ProtocolError(
@@ -273,8 +273,8 @@ class Model:
         at[who] = end
         for group in self._alike:
             if who in group:
-                for one, its in zip(group, sorted(at[one] for one in group)):
-                    at[one] = its
+                for member, its in zip(group, sorted(at[member] for member in group)):
+                    at[member] = its
         return State(tuple(at), tuple(barriers), arrived)
 
     def _complete(self, barriers: list[Barrier | None], index: int, at: Sequence[int]) -> None:
@@ -290,13 +290,13 @@ class Model:
 
     def _asked(self, at: Sequence[int]) -> int:
         """All loads that have been asked for, as bits."""
-        asked = 0
+        requests = 0
         for process, its in zip(self.processes, at):
-            asked |= process.asked[its]
-        return asked
+            requests |= process.asked[its]
+        return requests
 
     def _check_there(self, block: int, at: Sequence[int], process: Process) -> None:
-        ends = [its == len(one.acts) for one, its in zip(self.processes, at) if one.block == block]
+        ends = [its == len(proc.acts) for proc, its in zip(self.processes, at) if proc.block == block]
         if block != process.block and all(ends):
             raise ProtocolError(f"{process.name} needs the shared memory of block {block}, which has ended")
 
@@ -347,7 +347,7 @@ class Model:
             steps.append(before)
             state = before[0]
         lines = []
-        for its, one in reversed(steps):
-            process, at = self.processes[one], its.at[one]
+        for its, index in reversed(steps):
+            process, at = self.processes[index], its.at[index]
             lines.append(f"  {process.name}: " + "".join(act.kind for act in process.acts[at : process.stop[at]]))
         return "\n".join(lines)

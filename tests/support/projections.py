@@ -33,10 +33,10 @@ class Separate(Shared):
     """The same, with names that hide it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two = x, x
+        first, second = x, x
         q = self.q(x)
         self.between()
-        k, v = self.k(one), self.v(two)
+        k, v = self.k(first), self.v(second)
         return self.out(q.sigmoid() * k + v)
 
 

@@ -60,7 +60,7 @@ def with_codes(
     """The layer with such a weight."""
     weight = getattr(layer, name)
     k_by_n = type(layer).__name__ == "Conv1D"
-    codes, scale_inv = (one.to(device) for one in published(kind, *weight.shape[:: -1 if k_by_n else 1]))
+    codes, scale_inv = (tensor.to(device) for tensor in published(kind, *weight.shape[:: -1 if k_by_n else 1]))
     setattr(layer, name, from_codes(codes, scale_inv, dtype, name, k_by_n))
     return layer
 

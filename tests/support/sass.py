@@ -50,7 +50,7 @@ def parameters(family: Family, arch: str) -> tuple[int, int, list[tuple[int, int
     headers = [struct.unpack_from("<IIQQQQ", cubin, first + 64 * at) for at in range(number)]
     places = {cubin[headers[of_names][4] + header[0] :].partition(b"\0")[0]: header[4:6] for header in headers}
     at, size = places[f".nv.info.{family[0]}".encode()]
-    end, bank, found = at + size, [], []
+    end, bank, extents = at + size, [], []
     while at < end:
         # a value of 16 bits, or in format 4 as many bytes behind it
         form, attribute, value = struct.unpack_from("<BBH", cubin, at)
@@ -59,18 +59,18 @@ def parameters(family: Family, arch: str) -> tuple[int, int, list[tuple[int, int
             bank += struct.unpack_from("<HH", cubin, at + 8)
         elif attribute == 0x17:
             offset, sizes = struct.unpack_from("<HI", cubin, at + 10)
-            found.append((offset, sizes >> 18))
+            extents.append((offset, sizes >> 18))
         at += 4 + (value if form == 4 else 0)
-    return (*bank, found)  # type: ignore[return-value]
+    return (*bank, extents)  # type: ignore[return-value]
 
 
 @functools.cache
 def disassembler() -> str:
     wheels = Path(sysconfig.get_path("purelib"), "nvidia")
-    found = shutil.which("nvdisasm") or next(map(str, sorted(wheels.glob("**/bin/nvdisasm"))), None)
-    if found is None:
+    path = shutil.which("nvdisasm") or next(map(str, sorted(wheels.glob("**/bin/nvdisasm"))), None)
+    if path is None:
         raise RuntimeError("There is no nvdisasm to read SASS with. Run `pip install nvidia-cuda-nvdisasm`.")
-    return found
+    return path
 
 
 @functools.cache
@@ -104,15 +104,15 @@ def program(family: Family, arch: str) -> tuple[list[str], dict[str, int]]:
 
 def instructions(family: Family, arch: str) -> Counter[str]:
     """Counts of each instruction, including its modifiers."""
-    found = Counter(LINE.findall(listing(family, arch)))
+    counts = Counter(LINE.findall(listing(family, arch)))
     # the listing was parsed correctly
-    assert found["EXIT"] >= 1
-    assert sum(found.values()) > 100
-    return found
+    assert counts["EXIT"] >= 1
+    assert sum(counts.values()) > 100
+    return counts
 
 
-def count(found: Counter[str], pattern: str) -> int:
-    return sum(times for instruction, times in found.items() if re.fullmatch(pattern, instruction))
+def count(counts: Counter[str], pattern: str) -> int:
+    return sum(times for instruction, times in counts.items() if re.fullmatch(pattern, instruction))
 
 
 # a register and its suffixes; not one of the uniform registers
@@ -128,7 +128,7 @@ def registers(line: str) -> set[int]:
     name = LINE.match(line)
     assert name is not None, line
     wide = 4 if re.search(r"\.128\b|8\.4\b", name[1]) else 2 if re.search(r"\.64\b|WIDE", name[1]) else 1
-    found: set[int] = set()
+    numbers: set[int] = set()
     for place, operand in enumerate(line[name.end() :].split(",")):
         for number, suffixes in REGISTER.findall(operand):
             if "[" in operand:
@@ -136,13 +136,13 @@ def registers(line: str) -> set[int]:
             else:
                 # the factors of a wide product are narrow
                 size = 1 if "WIDE" in name[1] and place in (1, 2) else wide
-            found.update(range(int(number), int(number) + size))
-    return found
+            numbers.update(range(int(number), int(number) + size))
+    return numbers
 
 
 def touching(lines: list[str], labels: dict[str, int]) -> list[str]:
     """Instructions that some path reaches with a product under way in one of their registers."""
-    found: set[int] = set()
+    positions: set[int] = set()
     # the next instruction; the registers of each committed group of products, and of the open one
     todo: list[tuple[int, tuple[frozenset[int], ...]]] = [(0, (frozenset(),))]
     seen = {*todo}
@@ -157,7 +157,7 @@ def touching(lines: list[str], labels: dict[str, int]) -> list[str]:
         elif wait := WAIT.search(line):
             groups = groups[-1 - int(wait[1]) :]
         elif registers(line) & frozenset().union(*groups):
-            found.add(at)
+            positions.add(at)
         jump = JUMP.search(line)
         following = [at + 1] if jump is None or jump[1] else []
         if jump is not None and jump[2]:
@@ -166,4 +166,4 @@ def touching(lines: list[str], labels: dict[str, int]) -> list[str]:
             if place < len(lines) and (place, groups) not in seen:
                 seen.add((place, groups))
                 todo.append((place, groups))
-    return [lines[at] for at in sorted(found)]
+    return [lines[at] for at in sorted(positions)]

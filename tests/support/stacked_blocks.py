@@ -35,12 +35,12 @@ class Block(nn.Module):
 
 def products(model: nn.Module) -> dict[str, str]:
     """For each layer with products in bf16, the initials of these products; for a plain layer ``"fdw"``."""
-    found = {}
+    initials = {}
     for path, layer in model.named_modules():
         in_bf16 = layer.in_bf16 if isinstance(layer, Fp8Module) else PRODUCTS
         if isinstance(layer, nn.Linear) and in_bf16:
-            found[path] = "".join(product[0] for product in in_bf16)
-    return found
+            initials[path] = "".join(product[0] for product in in_bf16)
+    return initials
 
 
 def experts_of(*blocks: int) -> dict[str, str]:

@@ -123,8 +123,8 @@ def scaled_mm_v2(
         # check_deepseek_recipe, native/ScaledBlasUtils.cpp
         both = self.dtype == mat2.dtype == torch.float8_e4m3fn
         _require(both, f"check_deepseek_recipe: operands in blocks are float8_e4m3fn, not {self.dtype}, {mat2.dtype}")
-        known = ScalingType.BlockWise1x128 in kinds
-        _require(known, f"find_scaled_gemm_impl: Invalid scaling configuration: {kinds[0].name} x {kinds[1].name}")
+        is_valid = ScalingType.BlockWise1x128 in kinds
+        _require(is_valid, f"find_scaled_gemm_impl: Invalid scaling configuration: {kinds[0].name} x {kinds[1].name}")
         # _check_deepseek_support
         _require(CAPABILITY[0] == 9, "_check_deepseek_support: DeepSeek style scaling only supported in CUDA for SM90")
     return _product(self, mat2, *scales, bias, out_dtype)
@@ -233,8 +233,8 @@ def _product(
     # _scaled_gemm, with the layouts of cublasCommonArgs, cuda/cuBlasCommonArgs.h
     by_rows = _lies_by_rows(a), not _lies_by_rows(b)
     # torch asks on Hopper; on Ada, cuBLASLt knows no other layout
-    known = all(by_rows) or CAPABILITY[0] in (10, 11)
-    _require(known, "_scaled_gemm: Only multiplication of row-major and column-major matrices is supported")
+    is_supported = all(by_rows) or CAPABILITY[0] in (10, 11)
+    _require(is_supported, "_scaled_gemm: Only multiplication of row-major and column-major matrices is supported")
     values = []
     for operand, scales, k_major in ((a, a_scales, by_rows[0]), (b.t(), b_scales, by_rows[1])):
         k = operand.shape[1]

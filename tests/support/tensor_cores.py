@@ -56,8 +56,8 @@ class TensorCores(NamedTuple):
 def exponents(values: Tensor, fmt: str = "") -> Tensor:
     """The exponent of the leading bit, for subnormals the format's smallest one; for zero less than any other."""
     smallest = {"e4m3": -6.0, "e5m2": -14.0, "": -126.0}[fmt]
-    found = (torch.frexp(values).exponent - 1).double().clamp(min=smallest)
-    return torch.where(values == 0, -500.0, found)
+    result = (torch.frexp(values).exponent - 1).double().clamp(min=smallest)
+    return torch.where(values == 0, -500.0, result)
 
 
 HOPPER, ADA, SM120 = TensorCores(32, 13, 13), TensorCores(16, 13, 13), TensorCores(32, 25, 23)

@@ -150,14 +150,14 @@ def programs(
 
 def in_stages(notes: list[Note], stage_bytes: int, warp: int) -> list[Note]:
     """Notes of Ada's kernel with whole stages in place of 16 bytes: what a warp copies of them, or all that is read."""
-    found: list[Note] = []
+    stages: list[Note] = []
     for note in notes:
         if note.kind in "LR":
             start = note.place // stage_bytes * stage_bytes
             note = note._replace(place=start + (warp if note.kind == "L" else 0), number=1 if note.kind == "L" else 8)
-        if not (note.kind in "LR" and found and found[-1] == note):
-            found.append(note)
-    return found
+        if not (note.kind in "LR" and stages and stages[-1] == note):
+            stages.append(note)
+    return stages
 
 
 def merged(threads: list[list[Note]]) -> list[Note]:
@@ -175,4 +175,4 @@ def merged(threads: list[list[Note]]) -> list[Note]:
             if note.kind == "A":
                 arrivals[done].append(note)
             done += note.kind != "A"
-    return [note for arrived, its in zip(arrivals, [*([one] for one in common), []]) for note in (*arrived, *its)]
+    return [note for arrived, its in zip(arrivals, [*([note] for note in common), []]) for note in (*arrived, *its)]

@@ -24,7 +24,7 @@ def llama(seed: int = 7) -> Any:
 
 def texts(rows: int = 24) -> list[Batch]:
     tokens = torch.randint(64, (rows, 8), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": one, "labels": one} for one in tokens]
+    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def trainer(path: Path, model: Any, *callbacks: Any, data: list[Batch] | None = None, **kwargs: Any) -> Trainer:
@@ -45,6 +45,6 @@ def trainer(path: Path, model: Any, *callbacks: Any, data: list[Batch] | None = 
         "save_strategy": "no",
         "dataloader_pin_memory": False,
     }
-    given = data if data is not None else texts()
-    made = TrainingArguments(**{**arguments, **kwargs})
-    return Trainer(model, made, train_dataset=given, eval_dataset=given[:16], callbacks=list(callbacks), **its_own)  # type: ignore[arg-type]
+    batches = data if data is not None else texts()
+    args = TrainingArguments(**{**arguments, **kwargs})
+    return Trainer(model, args, train_dataset=batches, eval_dataset=batches[:16], callbacks=list(callbacks), **its_own)  # type: ignore[arg-type]
