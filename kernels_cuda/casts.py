@@ -265,9 +265,9 @@ def weight_table(weights: Sequence[Weight], squares: bool = False, mx: bool = Fa
         tiles.append(tiles[-1] + column_sum_tiles(rows) * -(-columns // (TILE_ROWS if in_blocks else TILE_COLUMNS)))
     if count == 1:
         return WeightTable(None, None, tiles[1], words, current_amax, *inverses, in_blocks)
-    on_host = torch.zeros(len(memory), dtype=torch.int64, pin_memory=device.type == "cuda")
-    on_host[: len(words)] = torch.tensor(words)
-    on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32)
+    on_host = torch.zeros(len(memory), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    on_host[: len(words)] = torch.tensor(words, device="cpu")
+    on_host[len(words) :].view(torch.int32)[: count + 1] = torch.tensor(tiles, dtype=torch.int32, device="cpu")
     # torch does not reuse pinned memory until the copy is done, so nothing has to wait
     memory.copy_(on_host, non_blocking=True)
     table = memory[: len(words)].view(count, _WEIGHT_WORDS)

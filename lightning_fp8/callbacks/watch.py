@@ -88,12 +88,12 @@ class Watch:
             self._nonfinite_in_a_row = torch.zeros_like(self._updates)
             self._most_in_a_row = torch.zeros_like(self._updates)
             self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
-        self._is_delayed = torch.arange(count) < state.delayed
+        self._is_delayed = torch.arange(count, device="cpu") < state.delayed
         roles = [role != "grad_output" for role in LAYOUT]
-        self._is_of_forward = torch.tensor(roles).repeat_interleave(len(state.module_names))
+        self._is_of_forward = torch.tensor(roles, device="cpu").repeat_interleave(len(state.module_names))
         self._seen = state.updates
-        self._last_update = torch.zeros(count, dtype=torch.int64)
-        self._above = {name: torch.zeros(count, dtype=torch.int64) for name in (*_LOST, "kurtosis", "outliers")}
+        self._last_update = torch.zeros(count, dtype=torch.int64, device="cpu")
+        self._above = {name: torch.zeros_like(self._last_update) for name in (*_LOST, "kurtosis", "outliers")}
         state.model.before_update.append(self._see_update)
 
     def close(self) -> None:
@@ -157,7 +157,8 @@ class Watch:
             age = step - self._last_update
             # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
             # a scale that is not used is not stale
-            is_current = torch.tensor([precision.is_current for precision in self.state.precisions]).repeat(len(LAYOUT))
+            of_modules = [layer.is_current for layer in self.state.precisions]
+            is_current = torch.tensor(of_modules, device="cpu").repeat(len(LAYOUT))
             is_used = active & in_fp8 & self._is_delayed & ~is_current
             stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
             findings.tensors["stale"] = _numbers(stale, age)

@@ -131,7 +131,7 @@ def scaled_mm_in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dty
     b_scales = per_row(b.scale_inv, n).t() * DEQUANTIZED_SHIFT[b.format]
     for rows in row_chunks(m, max(a_k, n)):
         a_values = dequantize(a.payload[rows], a.format)[:, :k]
-        sums = torch.zeros(len(a_values), n, dtype=torch.float32)
+        sums = a_values.new_zeros(len(a_values), n)
         partial = torch.empty_like(sums)
         for number in range(a_scales.shape[1]):
             along_k = slice(number * BLOCK, (number + 1) * BLOCK)
@@ -157,7 +157,7 @@ def are_in_blocks(*operands: Fp8Tensor) -> bool:
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same with any scales, from ``code * scale_inv`` in fp32."""
     (m, a_k), (n, b_k) = a.payload.shape, b.payload.shape
-    out, k = torch.empty(m, n, dtype=out_dtype), min(a_k, b_k)
+    out, k = a.payload.new_empty(m, n, dtype=out_dtype), min(a_k, b_k)
     b_values = scaled_values(b.payload[:, :k], b.scale_inv, b.format).t()
     a_scales = by_element(a.scale_inv, a.payload[:, :k])
     addend = None if bias is None else bias.to(out_dtype).float()
@@ -165,7 +165,7 @@ def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_d
         scales = a_scales[rows] if a_scales.dim() and len(a_scales) == m else a_scales
         a_values = scaled_values(a.payload[rows, :k], scales, a.format)
         # not as bf16 operands, which would round these values; autocast leaves the `out=` form alone
-        into = torch.empty(len(a_values), n)
+        into = a_values.new_empty(len(a_values), n)
         torch.addmm(into if addend is None else addend, a_values, b_values, beta=int(addend is not None), out=into)
         out[rows] = into
     return out

@@ -139,7 +139,8 @@ class Fp8Model:
         self._row_at = {index.data_ptr(): row for row, index in enumerate(state.indices[delayed])}
         self._row_at |= {index.data_ptr(): row for (row, _), index in self._of_groups.items()}
         with torch.inference_mode(False):
-            answer = torch.zeros(state.delayed, dtype=torch.bool, pin_memory=state.device.type == "cuda")
+            pin = state.device.type == "cuda"
+            answer = torch.zeros(state.delayed, dtype=torch.bool, device="cpu", pin_memory=pin)
         # the same memory
         self._answer, self._known = answer, answer.numpy()
         # tensors that are never cast get no history, so none is waited for

@@ -41,8 +41,8 @@ def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
         name: {
             **({"amax": amax[row], "amax_history": columns[row], "scale": scale[row]} if has_scales else {}),
             "nonfinite_steps": nonfinite[row],
-            "in_fp8": torch.tensor(not moves[row].is_bf16),
-            **({"is_current": torch.tensor(moves[row].is_current)} if has_scales else {}),
+            "in_fp8": torch.tensor(not moves[row].is_bf16, device="cpu"),
+            **({"is_current": torch.tensor(moves[row].is_current, device="cpu")} if has_scales else {}),
         }
         for row, name in enumerate(state.names[: state.delayed])
     }
@@ -59,7 +59,7 @@ def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> 
     # the first names are those of the modules' inputs
     state.switch("move", {module: _move(entries[name]) for module, name in enumerate(names[: len(state.module_names)])})
     entries = {name: {**_NO_SCALES, **entries[name]} for name in names}
-    history = torch.zeros(state.amax_history.shape)
+    history = torch.zeros_like(state.amax_history, device="cpu")
     for row, name in enumerate(names):
         newest = entries[name]["amax_history"][: len(history)]
         history[: len(newest), row] = newest

@@ -177,7 +177,8 @@ class ScalingState(Joinable):
     @property
     def rows_in_fp8(self) -> Tensor:
         """``[R] bool`` on the CPU: whether each tensor is cast to FP8 for any product of its module."""
-        return torch.tensor([layer.casts(role) for role in LAYOUT for layer in self.precisions], dtype=torch.bool)
+        casts = [layer.casts(role) for role in LAYOUT for layer in self.precisions]
+        return torch.tensor(casts, dtype=torch.bool, device="cpu")
 
     @property
     def current_modules(self) -> tuple[str, ...]:
@@ -223,7 +224,7 @@ class ScalingState(Joinable):
         is_cast = self.rows_in_fp8[: self.delayed].tolist()
         inputs = {owners.get(module, module) for module in range(count) if is_cast[module]}
         shared = [owners.get(module, module) in inputs for module in range(count)]
-        return torch.tensor(shared + is_cast[count:], dtype=torch.bool)
+        return torch.tensor(shared + is_cast[count:], dtype=torch.bool, device="cpu")
 
     def end_schedule(self) -> None:
         """Let all modules run as the settings and their moves say: a schedule belongs to one run."""

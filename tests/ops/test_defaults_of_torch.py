@@ -1,0 +1,68 @@
+"""Nothing depends on torch's default device and default dtype, which a script or a context may set to any."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fp8 import convert, scaling_state
+from lightning_fp8.callbacks.watch import Limits, Watch
+from lightning_fp8.plugins.contexts import default_dtype
+from lightning_fp8.scaling.recipe import RECIPES
+
+# a tensor on "meta" takes part in no operation with others, as one on a GPU
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "another device": lambda: torch.device("meta"),
+    "another dtype": lambda: default_dtype(torch.float64),
+}
+
+
+def train(model: nn.Module, *given: Tensor) -> list[Tensor]:
+    """The outputs of two steps, the last gradients, and a checkpoint's numbers, which are loaded in between."""
+    state, seen = scaling_state(model), []
+    watch = Watch(state, Limits(5, 5, 0.1, 0.1, 1))
+    for step in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(step)):
+            y = model(*given)
+        y.float().square().mean().backward()
+        state.update()
+        seen.append(y.detach())
+        saved = state.state_dict()
+        seen += [number for entry in saved.values() for number in entry.values()]
+        state.load_state_dict(saved)
+        watch.check(step, lambda counts: counts)
+    return [*seen, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+def assert_same(default: str, model: nn.Module, *given: Tensor, **settings: Any) -> None:
+    expected = train(convert(copy.deepcopy(model), **settings), *given)
+    with DEFAULTS[default]():
+        found = train(convert(model, **settings), *given)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("half", ["cuda", "cpu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training(recipe: str, half: str, default: str, request: pytest.FixtureRequest) -> None:
+    if half == "cuda":
+        request.getfixturevalue("cuda_half")
+    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+    model[2].requires_grad_(False)
+    assert_same(default, model, torch.randn(33, 32), recipe=RECIPES[recipe](), frozen_weights="fp8")
+
+
+@pytest.mark.usefixtures("grouped_half")
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_experts(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import experts
+
+    for name in ("WIDTH", "HIDDEN"):
+        monkeypatch.setattr(experts, name, 64)
+    assert_same(default, experts.experts(), torch.randn(experts.TOKENS, 64), *experts.routing())
