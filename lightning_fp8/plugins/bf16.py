@@ -19,9 +19,9 @@ from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import store_parameters
 from lightning_fp8.modules.paths import modules_inside
 from lightning_fp8.modules.weight_copy import keep_copies
-from lightning_fp8.plugins.contexts import default_dtype
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import arguments_of, as_torch_dtype
+from lightning_fp8.runtime.switch import default_dtype
 
 
 class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Autocast and the default dtype, for forwards that overlap in threads and asyncio tasks."""
+"""Autocast for forwards that overlap in threads and asyncio tasks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from typing import NamedTuple
 import torch
 
 from lightning_fp8.runtime.switch import Switch
-
-_DEFAULT_DTYPE = Switch(torch.get_default_dtype, torch.set_default_dtype)
-
-
-def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Give new floating point tensors this dtype, in all threads: torch has one default per process."""
-    return _DEFAULT_DTYPE.at(dtype)
 
 
 class _Autocast(NamedTuple):

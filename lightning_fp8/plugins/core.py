@@ -25,9 +25,10 @@ from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, release_inputs
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
 from lightning_fp8.modules.weight_copy import drop_copies
-from lightning_fp8.plugins.contexts import autocast, default_dtype
+from lightning_fp8.plugins.contexts import autocast
 from lightning_fp8.plugins.settings import as_torch_dtype
 from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.runtime.switch import default_dtype
 
 
 class PrecisionCore(FSDPPrecision):

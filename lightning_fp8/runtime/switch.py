@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 
@@ -71,3 +72,21 @@ class _Process(Generic[T]):
 class _Thread(threading.local, Generic[T]):
     def __init__(self) -> None:
         self.contexts: _Contexts[T] = _Contexts()
+
+
+_DEFAULT_DTYPE = Switch(torch.get_default_dtype, torch.set_default_dtype)
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Give new floating point tensors this dtype, in all threads: torch has one default per process."""
+    return _DEFAULT_DTYPE.at(dtype)
+
+
+@contextmanager
+def as_torch_starts() -> Iterator[None]:
+    """For tests and measurements of kernels, which run within any code: torch's own defaults, and nothing that sees
+    operators, such as a FLOP counter or selective checkpointing, which would take results of the one for the other's.
+    """
+    on_cpu = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with _disable_current_modes(), default_dtype(torch.float32), on_cpu[0], on_cpu[1]:
+        yield

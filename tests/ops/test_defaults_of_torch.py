@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.callbacks.watch import Limits, Watch
-from lightning_fp8.plugins.contexts import default_dtype
+from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.scaling.recipe import RECIPES
 
 # a tensor on "meta" takes part in no operation with others, as one on a GPU

@@ -21,6 +21,7 @@ from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert,
 from lightning_fp8.modules.compiled_casts import keep_compiled_casts
 from lightning_fp8.ops.cuda import layouts, plain
 from lightning_fp8.ops.operand import Fp8Tensor, WeightSlot
+from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
@@ -190,7 +191,8 @@ def test_the_probe_finds_a_layout_that_is_not_taken(monkeypatch: pytest.MonkeyPa
     cpu, real = torch.device("cpu"), strict_scaled_mm._product
     assert "MN-major, raises _scaled_gemm: Only multiplication of row-major" in str(layouts.probe(cpu))
     monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
-    assert layouts.probe(cpu) is None
+    with torch.device("meta"), default_dtype(torch.bfloat16):
+        assert layouts.probe(cpu) is None
 
     def misreading(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         # an operand that is read as if it were K-major

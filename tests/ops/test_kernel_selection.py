@@ -16,6 +16,8 @@ from broken_kernels import Broken, poke
 from gemm_cases import FORMAT_PAIRS
 from host_kernels import FEW_VARIANTS, VARIANTS, HostKernel
 from slots import slot_of
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 from warm import run_warm
 
 from kernels_cuda import casts, gemm_variants, load, scales
@@ -25,6 +27,7 @@ from lightning_fp8 import DelayedScaling
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain, self_test, self_test_gemm
+from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling import ScalingState
 
@@ -51,6 +54,23 @@ def test_the_kernels_for_weights_and_scales_pass_theirs() -> None:
     weights = HostKernel(("cast_weights", ()), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, 0)
     assert self_test.cast_weights(CPU, weights) is None
     assert self_test.update_scales(CPU, HostKernel(("update_scales", ()), scales.LAYOUT, scales.THREADS, 0)) is None
+
+
+@pytest.mark.usefixtures("host_kernels")
+def test_self_tests_do_not_depend_on_what_is_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is tested where it is first used; nor does what is there see the test."""
+    with_kernels(monkeypatch, HostKernel, [])
+    ada = gemm_variants.grouped_configuration((8, 9), True)
+    variants = [
+        kernels._gemm_variant(ada, "e4m3", "e4m3", torch.float32, True, grouped="rows"),  # type: ignore[arg-type]
+        kernels._cast_variant(torch.float32, "e5m2", "none", False),
+        kernels._block_cast_variant(torch.bfloat16, False, "swiglu", True),
+        *(kernels._weights_variant(False), kernels._update_variant()),
+    ]
+    for mode in (FlopCounterMode(display=False), FakeTensorMode()):
+        with default_dtype(torch.bfloat16), torch.device("meta"), torch.autocast("cpu", torch.bfloat16), mode:
+            assert [kernels.try_kernel(variant, CPU).failure for variant in variants] == [None] * 5
+        assert isinstance(mode, FakeTensorMode) or mode.get_total_flops() == 0
 
 
 @pytest.mark.parametrize("b_scale_rows", [0, 128])

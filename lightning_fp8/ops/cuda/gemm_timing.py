@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_fp8.ops.cuda.gemm_table import Choice, Product
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.runtime.switch import as_torch_starts
 
 # `lightning_fp8.ops.cuda.gemm.run_choice`
 Run = Callable[..., Tensor]
@@ -24,6 +25,7 @@ _BATCH_US, _MOST_CALLS, _FLOP_PER_US = 300, 20, 1e9
 _CYCLES = 100_000
 
 
+@as_torch_starts()
 def times(product: Product, choices: Sequence[Choice], device: torch.device, run: Run) -> dict[Choice, float]:
     """Median microseconds of cuBLASLt and of each choice, in turns. No entry for cuBLASLt if it refuses the product.
 

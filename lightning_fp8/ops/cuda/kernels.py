@@ -18,6 +18,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import self_test, self_test_blocks, self_test_gemm
 from lightning_fp8.ops.cuda.gemm_table import Choice
 from lightning_fp8.runtime.device import is_capturing
+from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
 BACKENDS = ("auto", "reference")
@@ -311,6 +312,7 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
     return attempt.kernel
 
 
+@as_torch_starts()
 def try_kernel(variant: Variant, device: torch.device, test_again: bool = False) -> Attempt:
     """Compile a kernel or take it from the cache, load it and test it. Never raises or warns.
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops import library
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import ALIGNMENT
 from lightning_fp8.runtime.device import is_capturing
+from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
 # major numbers of compute capabilities
@@ -78,9 +78,7 @@ def _passes(device: torch.device) -> bool:
             "FP8 products are tested for the first time while a CUDA graph is captured, where the result cannot be"
             " read. Run a step of the same kind, forward and backward, before the capture."
         )
-    # it may be asked for under a compiler or a FLOP counter, which must not see the products
-    with _disable_current_modes():
-        failure = probe(device)
+    failure = probe(device)
     if failure is not None:
         warn_once(
             f"FP8 products on {device} do not take every layout of their operands, as those of its generation should:"
@@ -89,6 +87,7 @@ def _passes(device: torch.device) -> bool:
     return failure is None
 
 
+@as_torch_starts()
 def probe(device: torch.device) -> str | None:
     """What is wrong with products whose operands lie in any of the four ways; None if all equal those in fp32."""
     generator = torch.Generator().manual_seed(0)

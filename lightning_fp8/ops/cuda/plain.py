@@ -27,6 +27,7 @@ from lightning_fp8.ops.cuda.layouts import as_taken
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
 from lightning_fp8.runtime.device import is_capturing
+from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
 # the first compute capability whose tensor cores take scales in E8M0
@@ -190,6 +191,7 @@ def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
 
 
 @functools.cache
+@as_torch_starts()
 def check_mx_product(device: torch.device) -> None:
     """RuntimeError unless :func:`product_of_mx` gives the exact results of small cases here. Waits, once per device."""
     check_mx(torch.cuda.get_device_capability(device))
