@@ -164,6 +164,20 @@ def test_evaluation_is_the_same_and_casts_all_experts_together(grouped_half: Cou
     }  # fmt: skip
 
 
+def test_a_captured_graph_reads_nothing_of_the_host(
+    grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = convert(experts(), DelayedScaling())
+    given = torch.randn(TOKENS, SIZE), *routing()
+    expected = step(model, *given)
+    monkeypatch.setattr("lightning_fp8.ops.cuda.kernels.is_capturing", lambda _: True)
+    monkeypatch.setattr("lightning_fp8.ops.library.is_capturing", lambda _: True)
+    monkeypatch.setattr("lightning_fp8.ops.cuda.dispatch.is_capturing", lambda _: True)
+    # a table of several weights is copied from there
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
+    assert all(map(torch.equal, step(model, *given), expected))
+
+
 @pytest.mark.parametrize("form", ["gate", "transposed, biases, interleaved gate"])
 def test_compiled_as_one_graph(form: str, grouped_half: Counter[str]) -> None:
     eager = convert(experts(form), DelayedScaling())

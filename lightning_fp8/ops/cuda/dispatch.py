@@ -30,6 +30,7 @@ from lightning_fp8.ops.operand import (
     new_payloads,
     nothing,
 )
+from lightning_fp8.runtime.device import is_capturing
 
 # a gradient's payloads by rows and by columns, the scale_inv of each, and column sums
 Cast = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -168,6 +169,10 @@ def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[t
 def _cast_weights(
     kernel: Kernel, weights: Sequence[Tensor], slots: Sequence[WeightSlot], payloads: Sequence[tuple[Tensor, Tensor]]
 ) -> list[Fp8Operand]:
+    if len(weights) > 1 and is_capturing(weights[0].is_cuda):
+        # a table is copied from the host, whose memory the graph would read again whenever it is replayed
+        each = zip(weights, slots, payloads, strict=True)
+        return [_cast_weights(kernel, [weight], [slot], [made])[0] for weight, slot, made in each]
     current, state = slots[0].current, slots[0].state
     jobs, operands, of_transpose = [], [], []
     for weight, slot, pair in zip(weights, slots, payloads, strict=True):
