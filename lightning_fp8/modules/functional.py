@@ -127,16 +127,24 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
 
 
 def cast_stack(gemms: Sequence[Gemm], stack: Tensor, record: bool) -> Fp8Operand:
-    """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``."""
+    """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``.
+
+    Without gradients the payload by columns may be empty, ``[E, 0]``.
+    """
     weight_cast = gemms[0].weight_cast
     may_keep = weight_cast.is_kept and isinstance(stack, nn.Parameter) and (record or weight_cast.assumptions > 0)
-    if may_keep and can_keep_copies(stack):
+    may_keep = may_keep and can_keep_copies(stack)
+    if may_keep and (record or weight_cast.get(stack) is not None):
         parts = zip(gemms, stack.detach().unbind(), strict=True)
         operands = [cast(Fp8Operand, cast_weight(gemm, stack, record, part).operand) for gemm, part in parts]
     else:
         if not torch.compiler.is_compiling():
             gemms[0].model.on_stale_weight(gemms[0])
-        operands = cast_together([(gemm, stack) for gemm in gemms], [None] * len(gemms), record)
+        together, keep = [(gemm, stack) for gemm in gemms], torch.is_grad_enabled()
+        with normal_tensors() if may_keep else nullcontext():
+            operands = cast_together(together, [None] * len(gemms), record, keep)
+        for gemm, operand in zip(gemms, operands, strict=True) if may_keep else ():
+            gemm.weight_cast.put(stack, operand)
     rows, columns, scale_inv = map(as_stack, list(zip(*operands, strict=True))[:3])
     return Fp8Operand(rows, columns, scale_inv, scale_inv, operands[0].format)
 

@@ -43,11 +43,11 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
 
 
 def cast_together(
-    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None], record: bool
+    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None], record: bool, keep: bool = True
 ) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
-    return ops.cast_weights(tensors, [gemm.slots["weight", record] for gemm, _ in weights], out)
+    return ops.cast_weights(tensors, [gemm.slots["weight", record] for gemm, _ in weights], out, keep)
 
 
 def _records(gemm: Gemm) -> bool:

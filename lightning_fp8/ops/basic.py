@@ -153,19 +153,20 @@ def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dt
 
 
 def cast_weights(
-    weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
+    weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None], keep: bool = True
 ) -> list[Fp8Operand]:
-    """Both payloads of many weights, each scaled by its own values: together if the device has a kernel for that.
+    """The casts of many weights, each scaled by its own values: together if the device has a kernel for that.
 
     Args:
         weights: ``[N, K]`` each, all on one device.
         slots: of one state, with the same format and scaling.
         out: for each weight, an operand whose payloads a kernel writes; None for new ones. Without a kernel, all
             operands are new.
+        keep: whether backward needs the new payloads by columns.
     """
     kernel = None
     if on_gpu(weights[0]) and not is_watched(weights[0]):
         kernel = cuda.kernel_for_weights(weights[0].device, slots[0].current)
     if kernel is None:
-        return [cast_weight_operand(weight, slot, keep=True) for weight, slot in zip(weights, slots, strict=True)]
-    return cuda.cast_weights(kernel, weights, slots, out)
+        return [cast_weight_operand(weight, slot, keep) for weight, slot in zip(weights, slots, strict=True)]
+    return cuda.cast_weights(kernel, weights, slots, out, keep)

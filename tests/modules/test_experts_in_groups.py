@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state, weights_unchanged
 from lightning_fp8.modules import experts as modules
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.scaling.recipe import Recipe
@@ -162,6 +162,24 @@ def test_evaluation_is_the_same_and_casts_all_experts_together(grouped_half: Cou
     assert Counter(name.split()[0] for name in grouped_half.elements()) == {
         "cast_weights": 4, "cast_transpose": 2, "gemm_sm90": 2,
     }  # fmt: skip
+
+
+def test_generation_casts_all_experts_once_and_copies_none(
+    grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stack = convert(experts(), DelayedScaling()).eval(), torch.stack
+    given, copied = (torch.randn(TOKENS, SIZE), *routing()), set[int]()
+    monkeypatch.setattr(torch, "stack", lambda parts: copied.add(parts[0].numel()) or stack(parts))
+    with torch.inference_mode(), weights_unchanged(model):
+        expected, launches = model(*given), grouped_half["cast_weights"]
+        assert torch.equal(model(*given), expected)
+        assert grouped_half["cast_weights"] == launches == 4
+        # empty payloads
+        assert copied == {0}
+        kept = [gemm.weight_cast.get(weight) for gemm, weight in model.gemms()]
+        # for backward alone
+        assert not any(one is None or one.by_columns.numel() for one in kept)
+    assert torch.equal(model(*given), expected)
 
 
 def test_a_captured_graph_reads_nothing_of_the_host(

@@ -130,11 +130,16 @@ def _new_blocks(
 
 
 def cast_weights(
-    kernel: Kernel, weights: Sequence[Tensor], slots: Sequence[WeightSlot], out: Sequence[Fp8Operand | None]
+    kernel: Kernel,
+    weights: Sequence[Tensor],
+    slots: Sequence[WeightSlot],
+    out: Sequence[Fp8Operand | None],
+    keep: bool,
 ) -> list[Fp8Operand]:
     """See :func:`lightning_fp8.ops.basic.cast_weights`; in blocks by one launch, else by two. No weight is empty."""
     in_blocks, payloads, views = bool(slots[0].current.blocks), [], []
-    new = _payloads_by_stack([weight for weight, target in zip(weights, out, strict=True) if target is None], in_blocks)
+    new_weights = [weight for weight, target in zip(weights, out, strict=True) if target is None]
+    new = _payloads_by_stack(new_weights, in_blocks, keep)
     for weight, target in zip(weights, out, strict=True):
         is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
         memory = next(new) if target is None else target[:2]
@@ -148,7 +153,7 @@ def cast_weights(
     return [operand if view is None else operand._replace(by_columns=view) for operand, view in pairs]
 
 
-def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool, keep: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Memory for payloads; that for matrices of one parameter lies side by side, in their order."""
     stacks: dict[tuple[int, torch.Size], list[int]] = {}
     for at, weight in enumerate(weights):
@@ -156,11 +161,11 @@ def _payloads_by_stack(weights: Sequence[Tensor], in_blocks: bool) -> Iterator[t
     payloads: dict[int, tuple[Tensor, Tensor]] = {}
     for places in stacks.values():
         weight = weights[places[0]]
-        is_view = not needs_transposed_payload(weight.device, weight.shape, in_blocks)
+        is_separate = keep and needs_transposed_payload(weight.device, weight.shape, in_blocks)
         if len(places) == 1:
-            payloads[places[0]] = new_payloads(weight, weight.shape, "rows" if is_view else "both")
+            payloads[places[0]] = new_payloads(weight, weight.shape, "both" if is_separate else "rows")
             continue
-        shapes = weight.shape, (0,) if is_view else columns_shape(*weight.shape)
+        shapes = weight.shape, columns_shape(*weight.shape) if is_separate else (0,)
         rows, columns = (weight.new_empty(len(places), *shape, dtype=torch.uint8) for shape in shapes)
         payloads.update(zip(places, zip(rows, columns, strict=True), strict=True))
     return (payloads[at] for at in range(len(weights)))
