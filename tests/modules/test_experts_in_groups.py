@@ -150,6 +150,22 @@ def test_launches_do_not_depend_on_the_number_of_experts(
     assert counts[0] == counts[1] == {"cast_weights": 2, "cast_transpose": 4, "gemm_sm90": 6}
 
 
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("form", ["gate", "transposed"])
+def test_kernels_are_asked_for_before_a_product(
+    form: str, in_bf16: bool, host_kernels: list[str], grouped_half: Counter[str]
+) -> None:
+    """In a backward, or in the capture of a graph, one that is missing would be an error."""
+    model = convert(experts(form))
+    given = torch.randn(TOKENS, SIZE), *routing()
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+        assert model._runs_in_groups(given[0])
+    asked_for = {*host_kernels}
+    step(model, *given, in_bf16)
+    assert {name for name in grouped_half if "GROUPED" in name} <= asked_for
+    assert {name for name in grouped_half if name.startswith("cast_transpose")} <= asked_for
+
+
 def test_evaluation_is_the_same_and_casts_all_experts_together(grouped_half: Counter[str]) -> None:
     model = convert(experts(), DelayedScaling())
     given = torch.randn(TOKENS, SIZE), *routing()
