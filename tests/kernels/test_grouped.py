@@ -151,7 +151,8 @@ def check_by_rows(
     a = at_the_edge(routing.place(numbers.codes(routing.rows, k, fmt=fmt)))
     # whatever lies there, nothing comes of it
     a[routing.edges[-1] :] = NAN_CODE
-    b, scales = numbers.codes(count, n, k), (numbers.scales(count), numbers.scales(count))
+    # nor is the scale of group -1 read
+    b, scales = numbers.codes(count, n, k), (numbers.scales(count), at_the_edge(numbers.scales(count), begins=True))
     bias = None if bias_dtype is None else numbers.bias(count, n, dtype=bias_dtype)
     # rows further apart than their elements need
     guarded = Guarded((routing.rows, n + 16), one.output, POISON)

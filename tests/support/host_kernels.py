@@ -168,15 +168,18 @@ class HostKernel(Kernel):
         self._library.launch(ctypes.c_void_p(pointers[0]), grid, self._block)
 
 
-def at_the_edge(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that ends right before an inaccessible page, so that reading past it crashes. Never freed."""
+def at_the_edge(tensor: torch.Tensor, begins: bool = False) -> torch.Tensor:
+    """A copy that ends right before an inaccessible page, so that reading past it crashes; or that ``begins`` right
+    behind one. Never freed.
+    """
     size = tensor.numel() * tensor.itemsize
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + pages), mmap.PAGESIZE, 0):
+    closed, first = (start, mmap.PAGESIZE) if begins else (start + pages, pages - size)
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(closed), mmap.PAGESIZE, 0):
         raise OSError(ctypes.get_errno(), "mprotect")
-    bytes_ = (ctypes.c_uint8 * size).from_buffer(memory, pages - size)
+    bytes_ = (ctypes.c_uint8 * size).from_buffer(memory, first)
     copy = torch.frombuffer(bytes_, dtype=tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor)
 
