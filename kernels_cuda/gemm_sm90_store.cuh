@@ -12,16 +12,17 @@ struct Epilogue {
     u32 bias_bits[BLOCK_N / 128];   // of this thread's columns
     const int consumer;
     float scale;
+    float2 of_group;   // the scales of a and of b
     const Lane at;
 
     __device__ __forceinline__ Epilogue(const Arguments& arguments, const SharedMemory& memory, int consumer)
         : arguments(arguments), gemm(arguments.gemm), staging(memory.staging(consumer)), bias(memory.bias(consumer)),
           consumer(consumer), scale(GROUPED ? 0.0f : whole_scale(gemm, 0)) {}
 
-    /* Starts to load the bias of a tile's columns, which takes as long as several products: before them. Also the scale
+    /* Starts to load the bias of a tile's columns, which takes as long as several products: before them. Also the scales
        of its group. */
     __device__ __forceinline__ void begin(const Tile& tile) {
-        if (GROUPED) scale = whole_scale(gemm, tile.group);
+        if (GROUPED) of_group = {gemm.a_scale_inv[tile.group], gemm.b_scale_inv[tile.group]};
         const int before = BY_ROWS ? tile.group * gemm.n : 0;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 128; ++i) {
@@ -33,7 +34,8 @@ struct Epilogue {
 
     /* The bias, rounded, for all threads of the warpgroup; zeros where there is none. The previous tile has passed its
        last barrier: no thread still reads its bias. */
-    __device__ __forceinline__ void share_bias() const {
+    __device__ __forceinline__ void share_bias() {
+        if (GROUPED) scale = of_group.x * of_group.y;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 128; ++i)
             store_shared(bias + 4 * (128 * i + (threadIdx.x & 127)),

@@ -221,6 +221,15 @@ def test_the_bias_is_loaded_while_products_run(chosen: Chosen) -> None:
         assert place < products[0] < products[-1] < next(used)
 
 
+@pytest.mark.parametrize("chosen", GROUPS, ids=named)
+def test_products_do_not_wait_for_the_scales_of_their_group(chosen: Chosen) -> None:
+    lines, _ = program(chosen[1], "sm_90a")
+    *_, last = (place for place, line in enumerate(lines) if "QGMMA" in line)
+    # nothing else is multiplied without an addition
+    (place,) = (place for place, line in enumerate(lines) if re.search(r"\bFMUL\b", line))
+    assert place > last
+
+
 # --- cost of the epilogue -------------------------------------------------------------------------------------------
 
 
