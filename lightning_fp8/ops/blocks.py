@@ -183,7 +183,8 @@ def _largest(amax: Tensor) -> Tensor:
 
 def _block_amax(x: Tensor, size: int) -> Tensor:
     """``max|x|`` of each block of a row, ``[rows, ceil(columns/size)] float32``; NaN if any of its elements is NaN."""
-    return torch.cat([_blocks(x[rows], size).abs().amax(-1) for rows in _chunks(x)]).float()
+    # in fp32 before autocast sees them: it joins no numbers in fp16 and bf16
+    return torch.cat([_blocks(x[rows], size).abs().amax(-1).float() for rows in _chunks(x)])
 
 
 def _payload(x: Tensor, scale: Tensor, fmt: Fp8Format, size: int, width: int) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from by_columns import padded, unpadded
 from copied_bytes import copied_bytes
 from fp8_numpy import cast_in_blocks, code_values
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, ops
+from lightning_fp8 import BlockScaling, convert, ops
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
@@ -160,6 +160,12 @@ def test_operands_of_torchs_product_are_copied_only_where_they_are_padded(square
         with copied_bytes() as copied:
             product_of_blocks(Fp8Tensor(a, scales[0], "e4m3"), Fp8Tensor(b, scales[1], "e4m3"), None, torch.bfloat16)
         assert sum(copied.values()) == expected, (m, n, k, copied)
+
+
+def test_fp16_under_autocast_in_bf16() -> None:
+    layer = convert(nn.Linear(32, 16).half(), BlockScaling())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 32).half()).dtype == torch.bfloat16
 
 
 def test_other_gpus_are_refused_by_name() -> None:
