@@ -175,6 +175,13 @@ def test_the_self_test_finds_flushed_inputs(dtype: torch.dtype) -> None:
     assert (found is None) == (dtype == torch.float16)
 
 
+def test_the_self_test_finds_an_amax_without_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "damage", staticmethod(poke(14, byte=3, add=1)), raising=False)
+    defines = casts.variant(torch.float32, "e4m3")
+    kernel = Broken(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
+    assert "in place of NaN" in str(self_test._compare_rounding(CPU, torch.float32, "e4m3", kernel))
+
+
 # a kernel, which of its arguments is damaged at which byte (see the argument structs of kernels_cuda/casts.py and
 # scales.py), and what its self-test says
 DAMAGES = {

@@ -73,13 +73,16 @@ def _compare_rounding(device: torch.device, input: torch.dtype, format: str, ker
     ones, index = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     for scale in _ROUNDING_SCALES:
         y, y_t = payloads(x, device)
-        result = casts.Result(ones * scale, ones, index, torch.zeros_like(ones), torch.zeros((), device=device), y, y_t)
+        amax = torch.zeros_like(ones)
+        result = casts.Result(ones * scale, ones, index, amax, torch.zeros((), device=device), y, y_t)
         casts.cast_transpose(kernel, x.to(device), result)
         codes = reference.saturating_cast(x, torch.tensor(scale), FORMATS[format])
         # all NaN codes are equivalent
         for payload in (y, y_t, codes):
             payload[payload.view(dtype).float().isnan()] = 0x7F
         failure = _compare(y.cpu(), y_t.cpu(), codes, format, exact=True)
+        if failure is None and not amax.isnan():
+            failure = f"the amax {amax.item()} in place of NaN"
         if failure is not None:
             return f"{failure}, at a scale of {scale}"
     return None
