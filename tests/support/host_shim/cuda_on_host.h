@@ -71,18 +71,23 @@ static inline float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
-    const unsigned* values = exchange(value);
+/* For a mask, which all kernels fill: without it, what lanes get is undefined on the device. */
+static inline const unsigned* exchange(unsigned mask, unsigned value) {
+    if (mask != 0xffffffffu) host::fail("an exchange without some lanes of a warp");
+    return exchange(value);
+}
+static inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    const unsigned* values = exchange(mask, value);
     return *std::max_element(values, values + 32);
 }
 static inline int __any_sync(unsigned all, int predicate) { return (int)__reduce_max_sync(all, predicate != 0); }
-static inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned mask) {
-    return exchange(value)[(threadIdx.x % 32) ^ mask];
+static inline unsigned __shfl_xor_sync(unsigned all, unsigned value, unsigned mask) {
+    return exchange(all, value)[(threadIdx.x % 32) ^ mask];
 }
 static inline float __shfl_xor_sync(unsigned all, float value, unsigned mask) {
     return __uint_as_float(__shfl_xor_sync(all, __float_as_uint(value), mask));
 }
-static inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) { return exchange(value)[lane]; }
+static inline unsigned __shfl_sync(unsigned all, unsigned value, unsigned lane) { return exchange(all, value)[lane]; }
 static inline unsigned atomicMax(unsigned* address, unsigned value) {
     const unsigned before = *address;
     *address = std::max(before, value);
