@@ -46,7 +46,7 @@ def host_kernel(
     cores: TensorCores = SM120,
 ) -> HostKernel:
     family = ("gemm_sm89", variant(configuration, *formats, output, promote))
-    kernel = HostKernel(family, configuration.layout, configuration.threads, 0)
+    kernel = HostKernel(family, configuration.layout, configuration.threads, 0, configuration.shared_bytes)
     for name, value in {"late": late, "fraction_bits": cores.bits}.items():
         ctypes.c_int.in_dll(kernel._library, name).value = value
     return kernel

@@ -157,6 +157,8 @@ class HostKernel(Kernel):
         self.resources = {"registers": 64, "local_bytes": 0, "shared_bytes": 8448 + self._shared_bytes}
         family, defines = self._function
         self._library = library(family, defines)
+        if family.startswith("gemm_"):
+            ctypes.c_int.in_dll(self._library, "dynamic_bytes").value = self._shared_bytes
         size = self._library.size_of_arguments()
         # C pads a struct to its alignment, Python's format does not
         assert -(-self._layout.size // 8) * 8 == size, (self._layout.size, size)

@@ -6,6 +6,7 @@
 #include <vector>
 
 int late = 1;
+int dynamic_bytes = 0;
 int fraction_bits = 13;
 
 namespace sm89 {
@@ -65,8 +66,8 @@ static const Words& exchanged(const u32 (&words)[COUNT]) {
 }
 
 /* Memory left by an earlier block becomes NaN in both formats. */
-void begin(u32 shared_bytes) {
-    if (threadIdx.x == 0) memory.assign(shared_bytes, 0x7f);
+void begin() {
+    if (threadIdx.x == 0) memory.assign(dynamic_bytes, 0x7f);
     copies[threadIdx.x] = {};
 }
 

@@ -9,12 +9,14 @@
 
 extern "C" {
 EXPORTED extern int late;
+/* the shared memory of a launch */
+EXPORTED extern int dynamic_bytes;
 EXPORTED extern int fraction_bits;
 }
 
 namespace sm89 {
 /* Called first by every thread of a block. */
-void begin(u32 shared_bytes);
+void begin();
 void wait_for_copies(u32 pending);
 void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], const char* a_format, const char* b_format);
 void mma_scaled(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2], u32 a_scales, u32 b_scales, int byte,
@@ -29,8 +31,7 @@ void load_matrices(u32& first, u32& second, u32& third, u32& fourth, u32 address
 
 #ifdef STAGES /* in a variant */
 static inline u32 shared_address() {
-    // exactly what Configuration.shared_bytes asks for
-    sm89::begin(STAGES * (BLOCK_M + BLOCK_N) * 64);
+    sm89::begin();
     return 0;
 }
 static inline void mma(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {

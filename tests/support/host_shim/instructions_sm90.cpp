@@ -7,6 +7,7 @@
 #include <vector>
 
 int late = 0;
+int dynamic_bytes = 0;
 
 namespace sm90 {
 constexpr u32 MEMORY = 232448, NOBODY = 0xffffffffu;
@@ -58,7 +59,7 @@ static void start() {
 }
 
 static u8* at(u32 block, u32 address, u32 bytes) {
-    if (address % std::min(bytes, 16u) != 0 || address + bytes > MEMORY) host::fail("shared memory that is not there");
+    if (address % std::min(bytes, 16u) != 0 || address + bytes > (u32)dynamic_bytes) host::fail("shared memory that is not there");
     return &memory[block][address];
 }
 static void write(u32 address, const void* value, u32 bytes) {

@@ -17,6 +17,8 @@ struct alignas(64) TensorMap {
 
 extern "C" {
 EXPORTED extern int late;
+/* the shared memory of a launch */
+EXPORTED extern int dynamic_bytes;
 }
 
 namespace sm90 {
