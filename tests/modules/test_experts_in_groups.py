@@ -284,11 +284,14 @@ def test_an_index_of_no_expert_stops_the_program(grouped_half: Counter[str]) -> 
 
 
 def test_biases(grouped_half: Counter[str]) -> None:
-    """Of another shape, which a kernel would read past its end, or of a dtype that no kernel reads."""
+    """Of another shape, which a kernel would read past its end; in another order; of a dtype that no kernel reads."""
     model = convert(experts("transposed, biases, interleaved gate"))
     given = torch.randn(TOKENS, SIZE), *routing()
     expected = step(model, *given)
-    model.gate_up_proj_bias = torch.nn.Parameter(model.gate_up_proj_bias.double())
+    bias = model.gate_up_proj_bias.detach()
+    model.gate_up_proj_bias = torch.nn.Parameter(bias.t().contiguous().t())
+    assert all(map(torch.equal, step(model, *given), expected))
+    model.gate_up_proj_bias = torch.nn.Parameter(bias.double())
     for one, other in zip(step(model, *given), expected, strict=True):
         torch.testing.assert_close(one.to(other.dtype), other)
     model.gate_up_proj_bias = torch.nn.Parameter(model.gate_up_proj_bias[:, 1:].detach().clone())
