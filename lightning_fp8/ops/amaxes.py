@@ -68,7 +68,7 @@ def per_row(scale: Tensor, rows: int) -> Tensor:
     """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
     if scale.dtype == torch.uint8:
         return e8m0.of_rows(scale, rows)
-    return scale if len(scale) == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
+    return scale if scale.shape[0] == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
 
 
 def per_block(scale: Tensor, x: Tensor) -> Tensor:

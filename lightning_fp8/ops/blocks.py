@@ -219,7 +219,7 @@ def in_tiles(scale_inv: Tensor, payload: Tensor) -> Tensor:
     scale_inv ``[M or ceil(M/128), ceil(K/128)]`` -> ``[*] uint8``, in the order of
     :func:`lightning_fp8.ops.e8m0.to_tiles`. Every power of two that such a cast may choose has a code.
     """
-    codes = e8m0.codes_of_powers(per_row(scale_inv, len(payload)))
+    codes = e8m0.codes_of_powers(per_row(scale_inv, payload.shape[0]))
     return e8m0.to_tiles(codes.repeat_interleave(BLOCK // e8m0.BLOCK, 1))
 
 

@@ -221,7 +221,8 @@ def _backward(
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     *_, out_dtype, k_by_n = rest
-    return x.new_empty(len(x), weight.shape[2 if k_by_n else 1], dtype=out_dtype)
+    # `len` would be a number, and a compiled graph one for this number of rows
+    return x.new_empty(x.shape[0], weight.shape[2 if k_by_n else 1], dtype=out_dtype)
 
 
 def _backward_fake(dy: Tensor, x: Columns, w: Columns, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

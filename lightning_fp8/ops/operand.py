@@ -157,7 +157,7 @@ class Groups(NamedTuple):
     @property
     def padded_rows(self) -> int:
         """P."""
-        return len(self.of_tile) * GROUP_ROWS
+        return self.of_tile.shape[0] * GROUP_ROWS
 
 
 class Blocks(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from experts import EXPERTS, FORMS, experts, routing
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -213,12 +214,15 @@ def test_a_captured_graph_reads_nothing_of_the_host(
 
 
 @pytest.mark.parametrize("form", ["gate", "transposed, biases, interleaved gate"])
-def test_compiled_as_one_graph(form: str, grouped_half: Counter[str]) -> None:
+def test_compiled_as_one_graph(form: str, grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     eager = convert(experts(form), DelayedScaling())
     model = copy.deepcopy(eager)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for seed in range(2):
-        given = torch.randn(TOKENS, SIZE), *routing(seed=seed)
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    # of one and of several tiles for an expert, and fewer rows than a tile has
+    for seed, tokens in enumerate((TOKENS, 300, 17)):
+        monkeypatch.setattr(made, "TOKENS", tokens)
+        given = torch.randn(tokens, SIZE), *routing(seed=seed)
         expected = step(eager, *given)
         x, weights = given[0].clone().requires_grad_(), given[2].clone().requires_grad_()
         y = compiled(x, given[1], weights)
@@ -229,6 +233,7 @@ def test_compiled_as_one_graph(form: str, grouped_half: Counter[str]) -> None:
             assert torch.equal(one, other)
         for each in (eager, model):
             scaling_state(each).update()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_frozen_experts_pass_gradients_on(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
