@@ -38,6 +38,7 @@ from lightning_fp8 import (
     fall_back,
     fsdp2_policy,
     scaling_state,
+    weights_unchanged,
 )
 from lightning_fp8.modules.all_gather import gather_in_fp8
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
@@ -312,20 +313,25 @@ def test_experts_wait_once(waits: NoWaiting) -> None:
     assert waits.of(step) == ["lightning_fp8/modules/experts.py _tokens_by_expert: tolist"] * 2
 
 
+@pytest.mark.parametrize("form", ["gate", "transposed, biases, interleaved gate", "Llama 4"])
 def test_experts_in_groups_do_not_wait(
-    grouped_half: Counter[str], waits: NoWaiting, monkeypatch: pytest.MonkeyPatch
+    form: str, grouped_half: Counter[str], waits: NoWaiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import experts
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
     for name in ("WIDTH", "HIDDEN"):
         monkeypatch.setattr(experts, name, 64)
-    index, weights = (one.to(DEVICE) for one in experts.routing())
-    step = Loop(convert(experts.experts()), lambda x: step.model(x, index, weights))
+    monkeypatch.setitem(experts.FORMS, "Llama 4", Llama4TextExperts)
+    given = [] if form == "Llama 4" else [one.to(DEVICE) for one in experts.routing()]
+    step = Loop(convert(experts.experts(form)), lambda x: step.model(x, *given))
     step.x = torch.randn(experts.TOKENS, 64, device=DEVICE)
     step()
     grouped_half.clear()
     assert waits.of(step) == []
     assert any("GROUPED" in name for name in grouped_half)
+    with torch.inference_mode(), weights_unchanged(step.model.eval()):
+        assert [waits.of(lambda: step.forward(step.x)) for _ in range(2)] == [[]] * 2
 
 
 # what waits, and what the finder calls it; s is on the device
