@@ -28,7 +28,7 @@ from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
 
 # the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
-_FORM = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+_FORM = ("has_gate", "has_bias", "is_transposed")
 _INTERFACE = "transformers.integrations.moe"
 _LLAMA_4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forward")
 
@@ -62,7 +62,8 @@ class Fp8Experts(Fp8Module):
 
     has_gate: bool
     has_bias: bool
-    has_post_expert_norm: bool
+    # before transformers 5.20, experts have no norm and do not say so
+    has_post_expert_norm: bool = False
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
     _apply_gate: Callable[[Tensor], Tensor]
@@ -212,7 +213,7 @@ class Fp8SortedExperts(Fp8TransposedExperts):
         hidden_states ``[E * T, H]``; result the same.
     """
 
-    has_gate, has_bias, has_post_expert_norm = True, False, False
+    has_gate, has_bias = True, False
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """hidden_states ``[E * T, H]`` -> ``[E * T, H]``."""
@@ -259,7 +260,8 @@ def reason_against_experts(layer: nn.Module) -> str | None:
     """Why these plain experts cannot run in FP8; None if they can."""
     if _are_sorted(layer):
         return None
-    if layer._is_expert_parallel:
+    # before transformers 5.18, experts do not say so: the first token of another process's expert is an error
+    if getattr(layer, "_is_expert_parallel", False):
         return "experts that are distributed over processes"
     # the one forward that is known to compute what the flags say
     if getattr(type(layer).forward, "__globals__", {}).get("__name__") != _INTERFACE:
