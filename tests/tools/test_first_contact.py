@@ -60,6 +60,8 @@ def run(
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "OUT": str(tmp_path / "out"),
         "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "cache"),
+        # not those of this checkout
+        "CUBINS": str(tmp_path / "cubins"),
         "LIMIT_SCALE": str(scale),
         **environment,
     }
@@ -141,6 +143,10 @@ def test_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     found = dict(zip(chosen, json.loads(ran.stdout.splitlines()[-1]), strict=True))
     assert [name for name, tests in found.items() if not tests] == []
     assert sum("::test_self_tests[128x" in test for test in found["GEMM self-tests"]) >= 4
+    # each by its name, which is printed before it runs
+    self_tests = [test for test in found["casts and GEMMs in blocks"] if "_of_blocks_and_groups_" in test]
+    words = {"cast_blocks ": 33, "cast_mx ": 33, "cast_weights ": 3, "B_SCALE_ROWS=": 24, "GROUPED=": 12}
+    assert {word: sum(word in test for test in self_tests) for word in words} == words
     # memory is checked in tests that have run before
     once = [test for name, tests in found.items() if "memory" not in name for test in tests]
     assert sorted(set(once)) == sorted(once)
