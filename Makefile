@@ -35,13 +35,14 @@ browser:
 		$$as_root apt-get update -qq && $$as_root apt-get install -y -qq chromium; } || \
 		echo "There is no Chromium, and it could not be installed: tests/tools/test_report_page.py is left out."
 
-# on a machine with a GPU, in an environment whose torch supports it
+# on a machine with a GPU, in an environment whose torch supports it; memory is checked with each tensor in an allocation of
+# its own, as next to a tensor in torch's cache is memory that may be accessed
 test-cuda:
 	$(PYTHON) -m pytest -m cuda
 	@if ! command -v compute-sanitizer >/dev/null; then \
 		echo "Left out: memcheck, synccheck and racecheck, as compute-sanitizer is not installed."; exit; fi; \
 	for tool in memcheck synccheck racecheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m cuda \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m cuda \
 			tests/ops/test_cuda.py tests/ops/test_cuda_gemm.py \
 			-k "ragged or self_test or weights_and_scales or splits" || exit 1; done; \
 	echo "Left out under compute-sanitizer: large shapes, training, graphs and threads; and its initcheck."

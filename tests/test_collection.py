@@ -129,12 +129,12 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
 @pytest.mark.parametrize("installed", [True, False])
 def test_what_make_test_cuda_runs_and_leaves_out(installed: bool, tmp_path: Path) -> None:
     for name in ("python3", "compute-sanitizer") if installed else ("python3",):
-        (tmp_path / name).write_text('#!/bin/sh\necho "ran ${0##*/} $*"\n')
+        (tmp_path / name).write_text('#!/bin/sh\necho "ran ${0##*/} $*" ${PYTORCH_NO_CUDA_MEMORY_CACHING:+uncached}\n')
         (tmp_path / name).chmod(0o755)
     make, environment = shutil.which("make"), {**os.environ, "PATH": str(tmp_path)}
     ran = subprocess.run([make, "test-cuda"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     files = "tests/ops/test_cuda.py tests/ops/test_cuda_gemm.py"
-    tools = re.findall(rf"^ran compute-sanitizer --tool (\w+) .*{files}", ran.stdout, re.MULTILINE)
+    tools = re.findall(rf"^ran compute-sanitizer --tool (\w+) .*{files}.* uncached$", ran.stdout, re.MULTILINE)
     assert tools == (["memcheck", "synccheck", "racecheck"] if installed else [])
     assert re.search(r"^ran python3 -m pytest -m cuda$", ran.stdout, re.MULTILINE)
     (left_out,) = re.findall(r"^Left out.*", ran.stdout, re.MULTILINE)

@@ -152,6 +152,15 @@ def test_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     assert sorted(set(once)) == sorted(once)
 
 
+def test_memory_is_checked_outside_of_torchs_cache(tmp_path: Path, programs: Path) -> None:
+    stand_in(programs, "compute-sanitizer", 'echo "cache: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-torch}"')
+    stand_in(programs, "python", 'echo "cache: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-torch}"')
+    ran, steps = run(tmp_path, 4)
+    checks = sum(step.name.startswith("memory check") for step in steps)
+    assert ran.stdout.count("cache: 1\n") == checks == 2
+    assert ran.stdout.count("cache: torch\n") == sum(step.command.startswith("'python'") for step in steps)
+
+
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
     """Even a step that no signal ends, one that ignores the first, and one that leaves a process holding its output."""
     left, stuck = tmp_path / "left", tmp_path / "stuck"
