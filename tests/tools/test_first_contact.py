@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from host_kernels import HostKernel
 from repository import ROOT
 from warm import run_warm
 
 from benchmarks.suites import SUITES
-from kernels_cuda import cache
+from kernels_cuda import cache, casts, gemm_variants
+from lightning_fp8.ops.cuda import self_test, self_test_gemm
 from lightning_fp8.tools.tune.command import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
@@ -150,6 +152,27 @@ def test_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     # memory is checked in tests that have run before
     once = [test for name, tests in found.items() if "memory" not in name for test in tests]
     assert sorted(set(once)) == sorted(once)
+
+
+class Counting(HostKernel):
+    launches = 0
+
+    def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
+        type(self).launches += 1
+        super().__call__(grid, *arguments)
+
+
+def test_profiles_are_of_a_case_and_not_of_a_self_test(tmp_path: Path, programs: Path) -> None:
+    cpu, defines = torch.device("cpu"), casts.variant(torch.bfloat16, "e4m3", "none", False)
+    kernel = Counting(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
+    assert self_test.cast_transpose(cpu, torch.bfloat16, "e4m3", "none", False, kernel) is None
+    (some,) = gemm_variants.configurations((8, 9), True)
+    of_gemm = len(self_test_gemm._shapes(some, kernel))
+    steps = [shlex.split(step.command) for step in run(tmp_path, 4)[1] if step.command.startswith("'ncu'")]
+    skipped = {words[words.index("-k") + 1]: int(words[words.index("-s") + 1]) for words in steps}
+    assert skipped == {"regex:gemm_sm": of_gemm, "regex:cast_transpose": Counting.launches}
+    # as in all other steps
+    assert all(words[words.index("--clock-control") + 1] == "none" for words in steps)
 
 
 def test_memory_is_checked_outside_of_torchs_cache(tmp_path: Path, programs: Path) -> None:
