@@ -19,13 +19,14 @@
 # Environment, with defaults: OUT, the folder of these files (./first_contact). CUBINS, a folder that `doctor --compile`
 # filled elsewhere (build/cubins), to which a measured table may be added: copied into the cache, where only this user
 # may write. Git ignores it, so a copy of the checkout on another machine has it only if it is named along with the
-# tracked files. PYTHON (python). LIMIT_SCALE, a factor for the steps' time limits (1).
+# tracked files. PYTHON (python, or python3 where there is no python). LIMIT_SCALE, a factor for the steps' time limits
+# (1).
 set -u
 umask 022
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 stage=${1:-}
 case $stage in [1-4]) ;; *) echo "usage: $0 1|2|3|4" >&2; exit 64 ;; esac
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v python >/dev/null && echo python || echo python3)}
 cubins=${CUBINS:-$root/build/cubins}
 mkdir -p "${OUT:=first_contact}"
 out=$(cd "$OUT" && pwd)

@@ -184,6 +184,18 @@ def test_memory_is_checked_outside_of_torchs_cache(tmp_path: Path, programs: Pat
     assert ran.stdout.count("cache: torch\n") == sum(step.command.startswith("'python'") for step in steps)
 
 
+def test_python3_runs_where_there_is_no_python(tmp_path: Path, programs: Path) -> None:
+    (programs / "python").unlink()
+    stand_in(programs, "python3", 'echo "$*"')
+    for name in ("bash", "awk", "chmod", "cp", "date", "dirname", "git", "mkdir", "mkfifo", "mktemp", "rm", "sleep"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    for name in ("stat", "tee", "timeout", "truncate"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    _, steps = run(tmp_path, 2, PATH=str(programs))
+    assert [step.name for step in steps if step.status != "0"] == ["machine"]
+    assert all(step.command.startswith("'python3'") for step in steps[1:])
+
+
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
     """Even a step that no signal ends, one that ignores the first, and one that leaves a process holding its output."""
     left, stuck = tmp_path / "left", tmp_path / "stuck"
