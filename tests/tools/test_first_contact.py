@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from documented import text_of
 from host_kernels import HostKernel
 from repository import ROOT
 from warm import run_warm
 
 from benchmarks.suites import SUITES
 from kernels_cuda import cache, casts, gemm_variants
-from lightning_fp8.ops.cuda import self_test, self_test_gemm
+from lightning_fp8.ops.cuda import kernels, self_test, self_test_gemm
 from lightning_fp8.tools.tune.command import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
@@ -98,6 +99,21 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
         assert limits[-1] + GRACE_S * len(steps) < 600
     # of the half hour, a machine takes two minutes to start
     assert sum(limits) <= 28 * 60
+
+
+def test_the_numbers_of_the_notes(tmp_path: Path, programs: Path) -> None:
+    notes = text_of("docs/gpu-notes.md")
+    compiled, in_blocks, grouped = re.findall(r"(\d+) kernels, (\d+) of them .*?\s.*? and (\d+) for groups", notes)[0]
+    names = [one.name for one in kernels.variants((9, 0), every=True)]
+    assert len(names) == int(compiled)
+    assert sum("GROUPED=" in name for name in names) == int(grouped)
+    of_blocks = ("cast_blocks", "cast_mx", "cast_weights SQUARES", "cast_weights MX", "B_SCALE_ROWS")
+    assert sum(any(word in name for word in of_blocks) for name in names) == int(in_blocks)
+    for stage in STAGES:
+        limits = [int(limit) for limit in re.findall(rf"^\| {stage} \|.*\| (\d+) s \|", notes, re.MULTILINE)]
+        # the first row has that of `nvidia-smi`, too
+        steps = run(tmp_path, stage)[1][stage > 1 :]
+        assert sum(limits) == sum(float(step.limit) for step in steps)
 
 
 def test_cases_and_layers_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
