@@ -84,6 +84,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
 
     Raises:
         NotImplementedError: for a ``DTensor``.
+        RuntimeError: if the weight is on another device than the scales.
     """
     precision, weight_cast = gemm.precision, gemm.weight_cast
     weight = parameter if part is None else part
@@ -105,6 +106,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, operand, True)
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
+    check_device(gemm, parameter)
     if is_held(parameter):
         return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
     if weight_cast.fp8_only or is_frozen(parameter):
@@ -166,6 +168,16 @@ def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
             f"{gemm.name!r}: the {what} is distributed over processes, and only `nn.Linear` computes with a part of"
             " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
             " its hooks gather the weight."
+        )
+
+
+def check_device(gemm: Gemm, parameter: Tensor) -> None:
+    """Raise a RuntimeError if the weight is not where its scales are, whose memory a kernel could not read."""
+    device = gemm.model.state.device
+    if parameter.device != device and not parameter.is_meta:
+        raise RuntimeError(
+            f"{gemm.name!r}: the weight is on {parameter.device}, and the scales of the model are on {device}. A"
+            " converted model has one device: to divide it among several, convert each part by itself."
         )
 
 
