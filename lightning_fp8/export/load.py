@@ -43,6 +43,7 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path, without_wrappers
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import tensor_name
@@ -51,6 +52,7 @@ from lightning_fp8.scaling.state import tensor_name
 _sources: WeakKeyDictionary[nn.Module, Source] = WeakKeyDictionary()
 
 
+@as_torch_starts()
 def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: bool = False) -> nn.Module:
     """Load FP8 weights into a model of the same architecture: an export, or a checkpoint that others publish.
 

@@ -45,8 +45,10 @@ from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
+from lightning_fp8.runtime.switch import as_torch_starts
 
 
+@as_torch_starts()
 def export(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -84,9 +84,11 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 @contextmanager
 def as_torch_starts() -> Iterator[None]:
-    """For tests and measurements of kernels, which run within any code: torch's own defaults, and nothing that sees
-    operators, such as a FLOP counter or selective checkpointing, which would take results of the one for the other's.
+    """Run code in torch's own defaults, unseen by any mode, whatever it is called from.
+
+    For tests and timings of kernels, which a FLOP counter or selective checkpointing would take for the model's own
+    products, and for reading and writing files.
     """
-    on_cpu = torch.device("cpu"), torch.autocast("cpu", enabled=False)
-    with _disable_current_modes(), default_dtype(torch.float32), on_cpu[0], on_cpu[1]:
+    on_cpu, full = torch.device("cpu"), torch.autocast("cpu", enabled=False)
+    with _disable_current_modes(), default_dtype(torch.float32), on_cpu, full:
         yield

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import convert, export, load_exported, scaling_state
 from lightning_fp8.callbacks.watch import Limits, Watch
 from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.scaling.recipe import RECIPES
@@ -66,3 +67,13 @@ def test_experts(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WIDTH", "HIDDEN"):
         monkeypatch.setattr(experts, name, 64)
     assert_same(default, experts.experts(), torch.randn(experts.TOKENS, 64), *experts.routing())
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_export_and_load(default: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    loaded = copy.deepcopy(model)
+    train(convert(model), x)
+    with DEFAULTS[default]():
+        loaded = load_exported(loaded, export(model, tmp_path / "exported"))
+    assert torch.equal(loaded.eval()(x), model.eval()(x))
