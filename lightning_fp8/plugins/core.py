@@ -6,7 +6,7 @@ import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +29,8 @@ from lightning_fp8.plugins.contexts import autocast
 from lightning_fp8.plugins.settings import as_torch_dtype
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.switch import default_dtype
+
+_RUNS: weakref.WeakKeyDictionary[Any, ExitStack] = weakref.WeakKeyDictionary()  # they cannot be pickled with a plugin
 
 
 class PrecisionCore(FSDPPrecision):
@@ -96,6 +98,18 @@ class PrecisionCore(FSDPPrecision):
     @abstractmethod
     def _prepare(self, module: nn.Module) -> None:
         """Store parameters and convert layers of a model as the mode requires."""
+
+    @override
+    def connect(self, *args: Any) -> Any:
+        # between the steps hooks and callbacks evaluate models too, under an autocast of their own
+        _RUNS.setdefault(self, ExitStack()).close()
+        _RUNS[self].enter_context(layers_own_forwards())
+        return super().connect(*args)
+
+    @override
+    def teardown(self) -> None:
+        _RUNS.pop(self, ExitStack()).close()
+        super().teardown()
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -283,7 +283,7 @@ class Fp8Precision(PrecisionCore):
             # a schedule belongs to one run
             state.end_schedule()
         self._allow_forwards(math.inf if is_fit else 0)
-        return model, optimizers, lr_schedulers
+        return super().connect(model, optimizers, lr_schedulers)
 
     def _allow_forwards(self, before_training: float) -> None:
         for state in self._states:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lit import Regression, loader, make_trainer
 from pairwise import pairwise
 from torch import Tensor, nn
 
@@ -195,6 +196,24 @@ def test_switches_come_back_after_an_exception_and_out_of_nesting(precision: Any
     with pytest.raises(KeyError):
         enter_and_fail()
     assert state() == before
+
+
+class Evaluating(Regression):
+    def on_train_epoch_end(self) -> None:
+        encoder, x, mask = encoder_inputs()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            encoder(x, src_key_padding_mask=mask)
+        if self.current_epoch == 1:
+            raise KeyError
+
+
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
+def test_hooks_evaluate_encoders_under_an_autocast_of_their_own(precision: Any, tmp_path: Any, fast_path: bool) -> None:
+    make_trainer(tmp_path, precision=precision).fit(Evaluating(), loader())
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
+    with pytest.raises(KeyError):
+        make_trainer(tmp_path, precision=precision, max_epochs=2).fit(Evaluating(), loader())
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
