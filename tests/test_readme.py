@@ -67,6 +67,7 @@ YAML = [(page, position) for page in CURRENT for position in range(len(blocks(pa
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python(page: Path, tmp_path: Path) -> None:
+    assert all("lightning_fp8" in code for code in blocks(page, "python") if 'precision="fp8' in code)
     run = run_warm("-c", python_of(page), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
 
