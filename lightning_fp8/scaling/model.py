@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -83,8 +83,9 @@ class Fp8Model:
         self.has_recorded = self.has_scales = False
         self.recording: set[int] = set()
         self.histories_fit, self._must_empty = True, False
-        # modules that have cast their input since the last look, and how many updates and steps there had been
-        self._cast: set[int] = set()
+        # the first row of inputs that has been cast since the last update, then those since the last look; and how many
+        # updates and steps there had been then
+        self._cast: dict[int, None] = {}
         self._looked_at: tuple[int, int] | None = None
         # steps of optimizers of torch, and whether one is in progress or, if none has stepped, one by hand is due
         self._steps = 0
@@ -196,12 +197,13 @@ class Fp8Model:
         # inputs come before gradients
         if row is not None and 2 * row < len(self._known):
             if row in self._cast or not self._cast:
-                # a module casts its input again: a forward of the model begins
-                self._cast.clear()
+                # A module casts its input again: a forward of the model begins. Or the module runs more than once in a
+                # forward, so the first one stays known: else the next forward would not be seen to begin with it.
+                self._cast = dict.fromkeys(islice(self._cast, 1))
                 self.look()
                 # a step by hand has been made; those of torch end by themselves
                 self._is_stepping &= self._steps > 0
-            self._cast.add(row)
+            self._cast[row] = None
             if record:
                 self.recording.update(range(row, row + rows))
                 if not self.histories_fit:

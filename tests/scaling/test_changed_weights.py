@@ -293,6 +293,29 @@ def test_compiled_layers_see_other_weights_before_them() -> None:
             assert error(compiled(x).detach(), expected) <= 1.02 * error(fresh(x).detach(), expected) < 0.1
 
 
+class Shared(nn.Module):
+    """Compiled without gradients, each of the last layers casts their one input, so it is cast more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return self.q(x) + self.k(x) + self.v(x)  # type: ignore[no-any-return]
+
+
+def test_a_compiled_forward_sees_other_weights_though_the_one_before_cast_an_input_more_than_once() -> None:
+    torch._dynamo.reset()
+    model, x = trained(Shared()).eval(), torch.randn(64, 32)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+        for parameter in model.first.parameters():  # type: ignore[union-attr]
+            parameter.mul_(30)
+        assert error(compiled(x), unconvert(copy.deepcopy(model))(x)) < 0.1
+
+
 @pytest.mark.usefixtures("cuda_half")
 def test_an_update_makes_no_tensor_on_the_host() -> None:
     # a value on a GPU would make the host wait, and could not be captured
