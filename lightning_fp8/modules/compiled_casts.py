@@ -88,7 +88,7 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
         return
     with normal_tensors():
         for (gemm, weight), operand in zip(stale, _cast(stale, record), strict=True):
-            gemm.weight_cast.compiled_cast = operand
+            gemm.weight_cast.compiled_cast, gemm.weight_cast.compiled_from = operand, weight
             gemm.weight_cast.put(weight, operand)
 
 

@@ -114,7 +114,8 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
-    if weight_cast.compiled_cast_is_current and is_dynamo_compiling():
+    # `functional_call` may have lent the layer another weight
+    if weight_cast.compiled_cast_is_current and is_dynamo_compiling() and parameter is weight_cast.compiled_from:
         return Fp8Weight(weight, weight_cast.compiled_cast)
     operand = cast_stale(gemm, parameter) if may_keep and record else None
     if operand is None:

@@ -188,7 +188,18 @@ class Gemm:
             if is_same and not weight.is_inference() and weight._version == version and weight.data_ptr() == address:
                 return True
         sources = self.sources()
-        return not sources or (self.reference is not None and self.reference.key == stamps(sources))
+        if not sources:
+            return not self.is_lent
+        return self.reference is not None and self.reference.key == stamps(sources)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a tensor that is no parameter takes the place of the weight, as in ``functional_call``."""
+        owner = self._owner
+        layer = None if owner is None else owner.layer()
+        held = None if owner is None or layer is None else layer._parameters.get(owner.parameter)
+        # nor is one that FSDP1 has gathered
+        return held is not None and not isinstance(held, nn.Parameter) and not self.weight_cast.sharded
 
     def on_step(self, changed: AbstractSet[int]) -> None:
         """An optimizer has changed these parameters, given by ``id``: the histories remain valid for the weight."""

@@ -76,6 +76,7 @@ class WeightCast(KeptCast[Fp8Operand]):
         fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
         compiled_cast: the cast as compiled code reads it, in tensors that stay the same; None if there is none.
+        compiled_from: the weight that it was made from.
         compiled_cast_is_current: whether it is from the current weight; see
             :mod:`lightning_fp8.modules.compiled_casts`.
         may_have_compiled_cast: False after a change that came too late for compiled code.
@@ -91,6 +92,7 @@ class WeightCast(KeptCast[Fp8Operand]):
         self.fp8_only = False
         self.frozen_seen: Tensor | None = None
         self.compiled_cast: Fp8Operand | None = None
+        self.compiled_from: Tensor | None = None
         self.compiled_cast_is_current = False
         self.may_have_compiled_cast = True
         self.compiled_cast_users = 0
@@ -100,6 +102,7 @@ class WeightCast(KeptCast[Fp8Operand]):
             "sharded": None,
             "frozen_seen": None,
             "compiled_cast": None,
+            "compiled_from": None,
             "compiled_cast_is_current": False,
             "compiled_cast_users": 0,
         }

@@ -63,4 +63,4 @@ class LoopWeights:
         """A run has ended: free the memory of all casts."""
         self.drop()
         for gemm in self._compiled:
-            gemm.weight_cast.compiled_cast = None
+            gemm.weight_cast.compiled_cast = gemm.weight_cast.compiled_from = None

@@ -41,6 +41,10 @@ class WeightedGemm(Protocol):
     def is_known(self) -> bool:
         """Whether the weight is the one that the histories belong to, as far as it can be known."""
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether a tensor that is no parameter takes the place of the weight, as in ``functional_call``."""
+
     def sources(self) -> list[Tensor]:
         """The parameters that the weight is, or is computed from."""
 
@@ -267,7 +271,8 @@ class Fp8Model:
                     gemm.refer()
                 else:
                     self.histories_fit = False
-                    self._must_empty |= records
+                    # a lent weight may be computed in each forward: training with it keeps the histories
+                    self._must_empty |= records and not gemm.is_lent
         return self.histories_fit
 
     def take_as_known(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from counted_casts import Compiled, count_weight_casts
 from lit import Regression, loader, make_trainer, same, seeded, warned
 from torch import nn
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import convert, weights_unchanged
@@ -223,6 +224,23 @@ def test_weights_declared_unchanged(mode: Callable[[], Any], backend: Compiled, 
             compiled(x)
             load(model)
             assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_lent_weights_are_those_that_compiled_code_multiplies_with(parameters: bool, backend: Compiled) -> None:
+    model, x = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))).eval(), torch.randn(4, 16)
+    compiled = torch.compile(model, backend=backend)
+    lent = {f"_orig_mod.{name}": torch.randn_like(weight) for name, weight in model.named_parameters()}
+    if parameters:
+        lent = {name: nn.Parameter(weight) for name, weight in lent.items()}
+    with torch.no_grad():
+        own, others = model(x), nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        others.load_state_dict({name.removeprefix("_orig_mod."): weight for name, weight in lent.items()})
+        expected = others(x)
+        with weights_unchanged(compiled):
+            for _ in range(2):
+                assert torch.equal(compiled(x), own)
+                assert (functional_call(compiled, lent, x) - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_models import small_mlp
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fp8 import (
@@ -314,6 +315,34 @@ def test_a_compiled_forward_sees_other_weights_though_the_one_before_cast_an_inp
         for parameter in model.first.parameters():  # type: ignore[union-attr]
             parameter.mul_(30)
         assert error(compiled(x), unconvert(copy.deepcopy(model))(x)) < 0.1
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_an_evaluation_with_lent_weights_is_as_exact_as_with_their_own_scales(parameters: bool) -> None:
+    model, plain, x = trained(small_mlp()).eval(), small_mlp(), torch.randn(64, 32)
+    histories = scaling_state(model).amax_history.clone()
+    with torch.no_grad():
+        own = model(x)
+        for factor in (30.0, 0.02):
+            lent = {name: weight * factor for name, weight in small_mlp().state_dict().items()}
+            plain.load_state_dict(lent)
+            given = {name: nn.Parameter(weight) for name, weight in lent.items()} if parameters else lent
+            assert error(functional_call(model, given, x), plain(x)) < 0.1
+            assert torch.equal(model(x), own)
+    assert torch.equal(scaling_state(model).amax_history, histories)
+
+
+def test_training_with_lent_weights_has_histories() -> None:
+    model = convert(small_mlp(), DelayedScaling(amax_history_len=16))
+    lent = {name: weight.clone().requires_grad_() for name, weight in model.state_dict().items()}
+    optimizer = torch.optim.SGD(lent.values(), lr=1e-3)
+    for step in range(1, 4):
+        # anew in each forward, as those that another network computes
+        weights = {name: weight * 1.0 for name, weight in lent.items()}
+        functional_call(model, weights, torch.randn(64, 32)).square().mean().backward()
+        scaling_state(model).update()
+        optimizer.step()
+        assert ((scaling_state(model).amax_history > 0).sum(0) == step).all()
 
 
 @pytest.mark.usefixtures("cuda_half")
