@@ -110,7 +110,8 @@ class Content:
         rounded = dequantized(payload, scale_inv, amax, self.dtype)
         is_same = torch.equal(rounded, n_by_k)
         if not (is_same or (rounds and bool(amax.isfinite().all()))):
-            self.changed = values
+            # another tensor, by which a copy is known to be stale
+            self.changed = values.detach()
             self.payload, self.payload_t = self.payload.new_empty(0, 0), None
             return
         if not is_same and self.largest is None:

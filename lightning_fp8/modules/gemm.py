@@ -201,6 +201,11 @@ class Gemm:
         # nor is one that FSDP1 has gathered
         return held is not None and not isinstance(held, nn.Parameter) and not self.weight_cast.sharded
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step may change the weight: whether it is not frozen, or still has a gradient."""
+        return any(source.requires_grad or source.grad is not None for source in self.sources())
+
     def on_step(self, changed: AbstractSet[int]) -> None:
         """An optimizer has changed these parameters, given by ``id``: the histories remain valid for the weight."""
         sources = self.sources()

@@ -45,6 +45,10 @@ class WeightedGemm(Protocol):
     def is_lent(self) -> bool:
         """Whether a tensor that is no parameter takes the place of the weight, as in ``functional_call``."""
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a step may change the weight: whether it is not frozen, or still has a gradient."""
+
     def sources(self) -> list[Tensor]:
         """The parameters that the weight is, or is computed from."""
 
@@ -267,7 +271,7 @@ class Fp8Model:
             elif not gemm.is_known():
                 records = self.state.input_owners.get(gemm.module, gemm.module) in self.recording
                 # a module that never records, as a target network, may follow others by any means at each step
-                if self._is_stepping or (has_stepped and not records):
+                if (self._is_stepping and gemm.is_trained) or (has_stepped and not records):
                     gemm.refer()
                 else:
                     self.histories_fit = False

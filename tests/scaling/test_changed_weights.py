@@ -28,6 +28,7 @@ from lightning_fp8 import (
     unconvert,
     weights_unchanged,
 )
+from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import Recipe
 
 STEPS = 8
@@ -218,6 +219,26 @@ def test_steps_by_hand_are_those_between_two_updates() -> None:
     in_place(model[0], model[0].weight * 1.5)
     model(x)
     assert not state.amax_history.any()
+
+
+@pytest.mark.parametrize("frozen_weights", ["master", "fp8"])
+def test_a_frozen_weight_that_changes_after_a_step_is_no_part_of_it(frozen_weights: FrozenWeights) -> None:
+    """The optimizer changes an adapter alone, so the model's weights know of no step."""
+    base, adapter, x = small_mlp().requires_grad_(False), nn.Linear(32, 32), torch.randn(64, 32)
+    model = convert(nn.Sequential(adapter, base), ignore_modules=["0"], frozen_weights=frozen_weights)
+    optimizer, state = torch.optim.SGD(adapter.parameters(), 1e-3), scaling_state(model)
+    plain = nn.Sequential(adapter, small_mlp())
+    # the second time, the weight in FP8 alone has been changed before
+    for _ in range(2):
+        for times in range(1, 4):
+            model.train()(x).square().mean().backward()
+            state.update()
+            optimizer.step()
+            assert ((state.amax_history > 0).sum(0) == times).all()
+        with torch.no_grad():
+            base[0].weight.mul_(30)
+            plain[1].load_state_dict(base.state_dict())
+            assert error(model.eval()(x), plain(x)) < 0.1
 
 
 @pytest.mark.parametrize("move", [lambda model: model.double().float(), lambda model: model.to(torch.bfloat16)])
