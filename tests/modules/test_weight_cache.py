@@ -175,6 +175,21 @@ def test_a_change_in_place_through_data_leaves_no_trace_and_is_used_from_the_nex
         assert torch.equal(fp8(x), before / 2)
 
 
+@pytest.mark.parametrize("event", EVENTS)
+def test_steps_and_updates_are_no_events_for_a_frozen_weight_without_a_gradient(event: str) -> None:
+    fp8, x, other = layer().requires_grad_(False), torch.randn(4, 16), nn.Linear(4, 4)
+    before = fp8(x)
+    halve_through_data(fp8)
+    if event == "optimizer step":
+        other(x[:, :4]).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    elif EVENTS[event] is not None:
+        EVENTS[event](fp8)
+    with torch.set_grad_enabled(not event.startswith("evaluation")):
+        is_event = event not in ("optimizer step", "update of the scales")
+        assert torch.equal(fp8(x), before / 2 if is_event else before)
+
+
 def test_parametrized_weight_is_cast_at_each_forward() -> None:
     fp8, x = layer(), torch.randn(4, 16)
     fp8(x).sum().backward()

@@ -109,6 +109,30 @@ def test_a_change_within_a_loop_that_leaves_a_trace_is_seen(tmp_path: Path) -> N
     assert_equal(found[2:], changes.expected[2:])
 
 
+@pytest.mark.parametrize("remedy", [True, False])
+def test_a_swap_through_data_within_a_step_needs_a_switch_of_modes(tmp_path: Path, remedy: bool) -> None:
+    class Swaps(Regression):
+        """As with `ema_scope` of latent diffusion."""
+
+        def swap(self) -> None:
+            self.net[2].weight.data.neg_()
+            self.net[2].bias.data.neg_()
+            if remedy:
+                self.train()
+                self.eval()
+
+        def predict_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+            own = self(batch[0])
+            self.swap()
+            swapped = self(batch[0])
+            self.swap()
+            return own, swapped
+
+    for own, swapped in make_trainer(tmp_path).predict(seeded(Swaps), loader()):
+        # as the documentation says: without it, the casts of the former weight are used, and a bias in 16 bits
+        assert torch.equal(swapped, -own if remedy else own)
+
+
 @pytest.mark.parametrize("kind", [Regression, KeepsMode])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_validations_inside_a_fit(tmp_path: Path, kind: type[Regression], is_frozen: bool) -> None:
