@@ -143,9 +143,9 @@ class ModelScales:
     def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.layers = {name: ScaledLayer(recipe) for name in names}
-        # the layers that have run since the weights were last looked at, the number of steps at that time, and what was
-        # found
-        self.cast: set[str] = set()
+        # the first layer that has run since the last update, then those since the weights were last looked at; the
+        # number of steps at that time, and what was found
+        self.cast: list[str] = []
         self.updates, self.steps_at_look = 0, None
         self.fit, self.must_empty = True, False
         # the layers that have recorded
@@ -179,14 +179,13 @@ class ModelScales:
         """
         if record:
             self.recording.add(name)
-        if name in self.cast:
-            self.cast.clear()
-        own = self.layers[name].weight
-        if not self.cast or (self.fit and own.version != own.held):
+        begins, own = name in self.cast or not self.cast, self.layers[name].weight
+        self.cast = self.cast[:1] if begins else self.cast
+        if begins or (self.fit and own.version != own.held):
             self.look()
             if not self.optimizer_steps:
                 self.is_stepping = False
-        self.cast.add(name)
+        self.cast += [name] if name not in self.cast else []
         if record and not self.fit:
             if self.must_empty:
                 for tensor in self.delayed():
@@ -319,7 +318,7 @@ class ModelScales:
     def copy(self) -> ModelScales:
         """Of a copied model, whose weights are new ones."""
         other = copy.deepcopy(self)
-        other.cast, other.steps_at_look = set(), None
+        other.cast, other.steps_at_look = [], None
         other.fit, other.optimizer_steps, other.is_stepping = True, 0, False
         for layer in other.layers.values():
             weight = layer.weight
@@ -336,7 +335,7 @@ class ModelScales:
         if list(names) != list(self.layers):
             before = copy.copy(self.layers)
             self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
-            self.cast, self.updates, self.steps_at_look = set(), 0, None
+            self.cast, self.updates, self.steps_at_look = [], 0, None
             self.fit, self.optimizer_steps, self.is_stepping = True, 0, False
             for layer in self.layers.values():
                 layer.weight.forget_casts()
