@@ -345,7 +345,7 @@ def test_the_self_test_of_products_finds_scales_of_another_step(rows: int) -> No
     output = torch.float32 if rows == 1 else torch.bfloat16
     family = ADA.family, gemm_variants.variant(ADA, "e4m3", "e4m3", output, True, rows)
     for kind, said in ((HostKernel, None), (OneStep, "other sums")):
-        made = kind(family, ADA.blocks_layout, ADA.threads, 0)
+        made = kind(family, ADA.blocks_layout, ADA.threads, 0, ADA.shared_bytes)
         made.multiprocessors = 1
         found = self_test_gemm.gemm(CPU, ADA, "e4m3", "e4m3", output, made, rows)
         assert found is None if said is None else said in str(found)

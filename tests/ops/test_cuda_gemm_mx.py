@@ -59,7 +59,9 @@ def test_without_the_kernel_torch_multiplies(cuda_half: Counter[str], monkeypatc
 
 def kernel(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> HostKernel:
     defines = gemm_variants.variant(CONFIGURATION, "e4m3", "e4m3", output, False, 1)
-    made = kind((CONFIGURATION.family, defines), CONFIGURATION.layout, CONFIGURATION.threads, 0)
+    made = kind(
+        (CONFIGURATION.family, defines), CONFIGURATION.layout, CONFIGURATION.threads, 0, CONFIGURATION.shared_bytes
+    )
     made.multiprocessors = 1
     return made
 
