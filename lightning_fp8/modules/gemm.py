@@ -197,9 +197,9 @@ class Gemm:
         """Whether a tensor that is no parameter takes the place of the weight, as in ``functional_call``."""
         owner = self._owner
         layer = None if owner is None else owner.layer()
-        held = None if owner is None or layer is None else layer._parameters.get(owner.parameter)
+        weight = None if owner is None or layer is None else layer._parameters.get(owner.parameter)
         # nor is one that FSDP1 has gathered
-        return held is not None and not isinstance(held, nn.Parameter) and not self.weight_cast.sharded
+        return weight is not None and not isinstance(weight, nn.Parameter) and not self.weight_cast.sharded
 
     @property
     def is_trained(self) -> bool:
