@@ -15,7 +15,6 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen
 from lightning_fp8.modules.functional import (
     cast_stack,
     cast_weight,
-    check_device,
     check_input,
     check_whole,
     fp8_linear,
@@ -125,7 +124,6 @@ class Fp8Experts(Fp8Module):
         stack, record = cast(Tensor, getattr(self, name)), self.records
         gemms = [self.fp8[f"{name}.{expert}"] for expert in range(len(stack))]
         check_whole(gemms[0], stack)
-        check_device(gemms[0], stack)
         check_input(self, f"input of {name}", x, stack.detach()[0])
         operand, slots = cast_stack(gemms, stack, record), gemms[0].stack_slots
         dtype, dy = output_dtype(x), slots["grad_output", record]

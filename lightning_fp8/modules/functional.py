@@ -106,7 +106,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
         return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, operand, True)
     if not torch.compiler.is_compiling():
         gemm.model.on_stale_weight(gemm)
-    check_device(gemm, parameter)
+    check_same_device(gemm, parameter)
     if is_held(parameter):
         return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
     if weight_cast.fp8_only or is_frozen(parameter):
@@ -143,6 +143,7 @@ def cast_stack(gemms: Sequence[Gemm], stack: Tensor, record: bool) -> Fp8Operand
     else:
         if not torch.compiler.is_compiling():
             gemms[0].model.on_stale_weight(gemms[0])
+        check_same_device(gemms[0], stack)
         together, keep = [(gemm, stack) for gemm in gemms], torch.is_grad_enabled()
         with normal_tensors() if may_keep else nullcontext():
             operands = cast_together(together, [None] * len(gemms), record, keep)
@@ -172,7 +173,7 @@ def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
         )
 
 
-def check_device(gemm: Gemm, parameter: Tensor) -> None:
+def check_same_device(gemm: Gemm, parameter: Tensor) -> None:
     """Raise a RuntimeError if the weight is not where its scales are, whose memory a kernel could not read."""
     device = gemm.model.state.device
     if parameter.device != device and not parameter.is_meta:

@@ -383,8 +383,7 @@ def test_served_where_there_are_kernels(part: str, monkeypatch: pytest.MonkeyPat
 def test_products_of_experts_are_in_bf16_in_each_precision_but_ours(
     first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[torch.dtype] = []
-    real = nn.functional.grouped_mm
+    seen, real = list[torch.dtype](), nn.functional.grouped_mm
 
     def grouped_mm(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
         seen.extend((x.dtype, weight.dtype))
@@ -392,14 +391,13 @@ def test_products_of_experts_are_in_bf16_in_each_precision_but_ours(
 
     monkeypatch.setattr(nn.functional, "grouped_mm", grouped_mm)
     (case,) = layer.experts_cases(CPU)
-    assert [one.name for one in case.variants(CPU)] == [
-        "lightning_fp8", "bf16-mixed", "bf16-true", "lightning_fp8 same weights",
-    ]  # fmt: skip
-    for one in case.variants(CPU):
-        assert one.check() is None
+    variants = {variant.name: variant for variant in case.variants(CPU)}
+    assert [*variants] == ["lightning_fp8", "bf16-mixed", "bf16-true", "lightning_fp8 same weights"]
+    for name, variant in variants.items():
+        assert variant.check() is None
         # the reference in fp32 multiplies twice in each of three steps
         products, seen[:] = [*seen], []
-        assert products.count(torch.bfloat16) == (0 if "lightning_fp8" in one.name else 12)
+        assert products.count(torch.bfloat16) == (0 if "lightning_fp8" in name else 12)
 
 
 def test_experts_are_served_where_their_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,5 +405,5 @@ def test_experts_are_served_where_their_products_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(layer, "has_kernels", lambda *what: asked.append(what) or len(asked) > 1)
     (case,) = layer.experts_cases(GPU)
     assert [case.is_served(GPU), case.is_served(GPU)] == [False, True]
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert asked == [(GPU, (bf16, bf16, fp32), ("e4m3", "e5m2"), (2048, 1024))] * 2
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+    assert asked == [(GPU, dtypes, ("e4m3", "e5m2"), (2048, 1024))] * 2

@@ -199,6 +199,14 @@ def test_generation_casts_all_experts_once_and_copies_none(
     assert torch.equal(model(*given), expected)
 
 
+@pytest.mark.usefixtures("grouped_half")
+def test_experts_on_another_device_than_the_scales_are_refused() -> None:
+    model = convert(experts(), DelayedScaling())
+    scaling_state(model).to("meta")
+    with pytest.raises(RuntimeError, match=r"gate_up_proj\.0': the weight is on cpu, and the scales .* are on meta"):
+        model(torch.randn(TOKENS, SIZE), *routing())
+
+
 def test_a_captured_graph_reads_nothing_of_the_host(
     grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

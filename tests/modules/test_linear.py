@@ -212,9 +212,8 @@ def test_outputs_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("frozen_weights", ["master", "fp8"])
 def test_a_weight_on_another_device_than_the_scales_is_refused(frozen_weights: str) -> None:
-    """A kernel would read memory of another GPU."""
-    model = nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    model = convert(model, min_features=0, frozen_weights=frozen_weights)
+    layers = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16)
+    model = convert(nn.Sequential(*layers), min_features=0, frozen_weights=frozen_weights)
     scaling_state(model).to("meta")
     with pytest.raises(RuntimeError, match=r"'0': the weight is on cpu, and the scales of the model are on meta"):
         model(torch.ones(4, 16))

@@ -36,9 +36,7 @@ def configurations(promote: bool) -> tuple[Configuration, ...]:
 
 
 def every_variant() -> list[kernels.Variant]:
-    if not torch.cuda.is_available():
-        return []
-    return kernels.variants(torch.cuda.get_device_capability(), every=True)
+    return kernels.variants(torch.cuda.get_device_capability(), every=True) if torch.cuda.is_available() else []
 
 
 EVERY = [(one, promote) for promote in (False, True) for one in configurations(promote)]
@@ -201,6 +199,10 @@ def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_there_are_kernels_of_blocks_and_groups(gpu: torch.device) -> None:
+    assert len(OF_BLOCKS_AND_GROUPS) >= 9
 
 
 @pytest.mark.parametrize("variant", OF_BLOCKS_AND_GROUPS, ids=lambda variant: variant.name)

@@ -64,8 +64,8 @@ def test_training(recipe: str, half: str, default: str, request: pytest.FixtureR
 def test_experts(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import experts
 
-    for name in ("WIDTH", "HIDDEN"):
-        monkeypatch.setattr(experts, name, 64)
+    monkeypatch.setattr(experts, "WIDTH", 64)
+    monkeypatch.setattr(experts, "HIDDEN", 64)
     assert_same(default, experts.experts(), torch.randn(experts.TOKENS, 64), *experts.routing())
 
 
