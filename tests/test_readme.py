@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from limits import limit
 from repository import ROOT
 from warm import run_warm
 
@@ -206,12 +205,6 @@ def test_tests_that_they_name_exist() -> None:
 
 
 # --- the text ---
-
-
-def test_size_of_the_readme() -> None:
-    size = (ROOT / "README.md").stat().st_size
-    print(f"README.md has {size} bytes")
-    assert size <= limit("tests/test_readme.py", "size")
 
 
 def left_out(text: str) -> list[str]:
