@@ -1,8 +1,8 @@
 /* cast_transpose: a tensor into FP8, by rows, by columns, or both, with its amax and column sums, in one pass.
 
 maths       code = sat(v * scale[index]) in fp32, rounded to nearest even; amax[index] = max(amax[index], max |v|);
-            v = activation(x), or the gradient of x (BACKWARD). For a tensor without a history, the scale is
-            FP8_MAX / current_amax, which the same kernel has measured before (`measure`: no output but current_amax)
+            v = activation(x), or the gradient of x (BACKWARD). A tensor that uses no history, or has none, is scaled by
+            current_amax, which the same kernel has measured before (`measure`: no output but current_amax)
 tensors     see cast_tile.cuh and scales.cuh
 groups      not with GATED: each 128 rows may belong to one of several groups of rows, which have places of their own
             in the scaling state. Nothing is written for rows without a group, nor scale_inv of a group without rows
@@ -25,7 +25,7 @@ constexpr int BLOCKS = sizeof(INPUT::Element) == 2 && ACTIVATION::exact ? 4 : 3;
 struct Arguments {
     Tensors tensors;
     ScalingRow row;
-    int measure;
+    int measure, scale_from;
 #if GATED
     Gated gated;
     ScalingRow row_up;   // of the gradient of up; elsewhere the same as `row`
@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     cast_transpose(const __grid_constant__ Arguments arguments) {
     __shared__ __align__(16) TileMemory memory;
     const ScalingRow& row = arguments.row;
+    const int measure = arguments.measure, from = arguments.scale_from;
     const int tiles_across = (arguments.tensors.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int tile_row = blockIdx.x / tiles_across, tile_column = blockIdx.x % tiles_across;
     // the device decides whether to measure: the host need not know which tensors have a history
@@ -54,26 +55,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const long long index = *row.index;
     const ScalingRow& row_up = arguments.row_up;
     const long long index_up = *row_up.index;
-    if (arguments.measure && row.newest[index] > 0.0f && row_up.newest[index_up] > 0.0f) return;
-    const float scale = arguments.measure ? 1.0f : scale_to_use(row, 0, index, FORMAT::max());
-    const float scale_up = arguments.measure ? 1.0f : scale_to_use(row_up, 0, index_up, FORMAT::max());
+    if (measure && has_history(row, index, from) && has_history(row_up, index_up, from)) return;
+    const float scale = measure ? 1.0f : scale_to_use(row, 0, index, FORMAT::max(), from);
+    const float scale_up = measure ? 1.0f : scale_to_use(row_up, 0, index_up, FORMAT::max(), from);
     const uint2 amax = cast_gated_tile<INPUT, FORMAT, BACKWARD>(arguments.tensors, arguments.gated, scale, scale_up,
                                                                 memory, tile_row, tile_column);
-    leave(row, 0, index, arguments.measure, scale, amax.x, memory, blockIdx.x == 0);
+    leave(row, 0, index, measure, scale, amax.x, memory, blockIdx.x == 0);
     if (BACKWARD) {
         __syncthreads();   // the first maximum has been read
-        leave(row_up, 0, index_up, arguments.measure, scale_up, amax.y, memory, blockIdx.x == 0);
+        leave(row_up, 0, index_up, measure, scale_up, amax.y, memory, blockIdx.x == 0);
     }
 #else
     const int* groups = row.group_of_tile;
     const int group = groups == nullptr ? 0 : groups[tile_row];
     if (group < 0) return;
     const long long index = row.index[group];
-    if (arguments.measure && row.newest[index] > 0.0f) return;
-    const float scale = arguments.measure ? 1.0f : scale_to_use(row, group, index, FORMAT::max());
+    if (measure && has_history(row, index, from)) return;
+    const float scale = measure ? 1.0f : scale_to_use(row, group, index, FORMAT::max(), from);
     const u32 amax =
         cast_tile<INPUT, FORMAT, ACTIVATION, BACKWARD>(arguments.tensors, scale, memory, tile_row, tile_column);
     const bool first = tile_column == 0 && (tile_row == 0 || (groups != nullptr && groups[tile_row - 1] != group));
-    leave(row, group, index, arguments.measure, scale, amax, memory, first);
+    leave(row, group, index, measure, scale, amax, memory, first);
 #endif
 }

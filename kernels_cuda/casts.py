@@ -28,8 +28,8 @@ ACTIVATIONS = {
 _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 # struct Tensors, and struct Arguments of each family
 TENSORS = "PPPPPqqiii4x"
-_CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPPi"
-_GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}4xPPPPi4xPPPPPPP"
+_CAST_TRANSPOSE_LAYOUT = f"{TENSORS}PPPPPPPii"
+_GATED_LAYOUT = f"{_CAST_TRANSPOSE_LAYOUT}PPPPi4xPPPPPPP"
 _WEIGHT_WORDS = 14
 CAST_WEIGHTS_LAYOUT = f"PPPPiii4x{_WEIGHT_WORDS}q"
 
@@ -64,12 +64,13 @@ class Result(NamedTuple):
         y: ``[rows, columns] uint8``, written; row-contiguous. Empty if not requested.
         y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``. Empty likewise.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written; None for the output of an activation.
-        current_amax: ``[] float32``, initially zero; receives the amax that scales a tensor without a history, measured
-            by a first launch where it is needed. None for a tensor that has a history.
+        current_amax: ``[] float32``, initially zero; receives the amax by which a tensor is scaled that has no history,
+            or uses none, measured by a first launch where it is needed. None for a tensor that has and uses one.
         after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
         group_of_tile: ``[ceil(rows / 128)] int32``, the group of each 128 rows, or -1: nothing is written for these.
             The tiles of a group follow each other; ``scale_inv`` of a group without any is not written. None where the
             tensor has one place. Only for :func:`cast_transpose`, and not for gated variants.
+        scale_from: what the scale follows from, an ``enum ScaleFrom`` of ``scales.cuh``.
     """
 
     scale: Tensor
@@ -83,6 +84,7 @@ class Result(NamedTuple):
     current_amax: Tensor | None = None
     after_measuring: Callable[[Tensor], object] | None = None
     group_of_tile: Tensor | None = None
+    scale_from: int = 0
 
     def half(self, which: int) -> Result:
         """The first or the second half of the columns of all outputs."""
@@ -113,15 +115,16 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
     dy_at = dy_stride = current_at = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
-    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, after_measuring, groups = result
+    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, *_ = result
     # of an empty tensor, this is 0
     y_at, y_t_at = y.data_ptr(), y_t.data_ptr()
     flags = aligned(x_at | dy_at, (stride | dy_stride) * size, y_at, y_t_at, columns)
     if current_amax is not None:
         current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
-        kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, flags & _LOADS, *_measuring(result), 1)
-        if after_measuring is not None:
-            after_measuring(current_amax)
+        measuring = *_measuring(result), 1, result.scale_from
+        kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, flags & _LOADS, *measuring)
+        if result.after_measuring is not None:
+            result.after_measuring(current_amax)
     kernel(
         grid,
         x_at,
@@ -140,8 +143,9 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
         current_at,
         0 if amax is None else amax.data_ptr(),
         scale_inv.data_ptr(),
-        0 if groups is None else groups.data_ptr(),
+        address(result.group_of_tile),
         0,
+        result.scale_from,
     )
 
 
@@ -154,7 +158,7 @@ def cast_gated(
         kernel: of family ``cast_transpose``, gated.
         gate: fp32, bf16 or fp16, as the variant says; any distance between rows.
         up: like the gate.
-        result: for ``silu(gate) * up``; with ``dy``, for the gradient of the gate.
+        result: for ``silu(gate) * up``; with ``dy``, for the gradient of the gate. Its ``scale_from`` is that of both.
         dy: ``[rows, columns]`` like the gate, for variants with ``backward``.
         of_up: with ``dy``, for the gradient of up, with rows as far apart as those of ``result``.
     """
@@ -171,12 +175,13 @@ def cast_gated(
     flags = aligned(x_at | up_at | dy_at, row_bytes, *payloads, width)
     if any(out.current_amax is not None for out in (result, second)):
         loads, measuring, of_up_measuring = flags & _LOADS, _measuring(result), _measuring(second)
-        kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, 1, up_at, 0, 0, 0, width, *of_up_measuring)
+        measure = 1, result.scale_from, up_at, 0, 0, 0, width
+        kernel(grid, x_at, dy_at, 0, 0, 0, *shape, loads, *measuring, *measure, *of_up_measuring)
         for out in results:
             if out.current_amax is not None and out.after_measuring is not None:
                 out.after_measuring(out.current_amax)
-    casting, of_up_casting = _casting(result), _casting(second)
-    kernel(grid, x_at, dy_at, *outputs, *shape, flags, *casting, 0, up_at, *up_outputs, width, *of_up_casting)
+    casting, of_up_casting = (*_casting(result), 0, result.scale_from), _casting(second)
+    kernel(grid, x_at, dy_at, *outputs, *shape, flags, *casting, up_at, *up_outputs, width, *of_up_casting)
 
 
 def _measuring(result: Result) -> tuple[int, ...]:

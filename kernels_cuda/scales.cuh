@@ -8,7 +8,7 @@ struct ScalingRow {
     float* scale;                // [R]
     const float* newest;         // [D], the newest row of the history; 0 where a tensor has none
     const long long* index;      // [groups], 1 of a tensor without groups
-    const float* current_amax;   // [groups], max|x| of this very tensor; null where every tensor has a history
+    const float* current_amax;   // [groups], max|x| of this very tensor; null where it is known to have a history
     float* amax;                 // [R], or null: record nothing
     float* scale_inv;            // [groups], written where a group has rows
     const int* group_of_tile;    // [tiles of rows], below 0 where there is nothing to cast; null without groups
@@ -22,7 +22,7 @@ __device__ __forceinline__ float scale_of_current(float amax, float fp8_max) {
     return fminf(fp8_max / amax, largest_finite());
 }
 
-/* The scale of one block, at most FP8_MAX / amax. */
+/* At most FP8_MAX / amax. The quotient is rounded, but never up to a power of two, as FP8_MAX is 7 * 2^n. */
 __device__ __forceinline__ float block_scale(float amax, float fp8_max, int power_of_two) {
     const float scale = scale_of_current(amax, fp8_max);
     // never subnormal: sign and exponent alone are the power of two below
@@ -52,9 +52,20 @@ __device__ __forceinline__ float e8m0_multiplier(u32 code) {
     return __uint_as_float(code == 0xff ? 0x7fffffffu : (254 - code) << 23);
 }
 
-__device__ __forceinline__ float scale_to_use(const ScalingRow& row, int group, long long index, float fp8_max) {
-    const bool delayed = row.current_amax == nullptr || row.newest[index] > 0.0f;
-    return delayed ? row.scale[index] : scale_of_current(row.current_amax[group], fp8_max);
+/* What the scale of a tensor follows from: its history, or where that is empty its own values; its own values alone; or
+   these, rounded down to a power of two. */
+enum ScaleFrom { HISTORY = 0, OWN_VALUES = 1, OWN_VALUES_ROUNDED = 2 };
+
+__device__ __forceinline__ bool has_history(const ScalingRow& row, long long index, int scale_from) {
+    return scale_from == HISTORY && row.newest[index] > 0.0f;
+}
+
+__device__ __forceinline__ float scale_to_use(const ScalingRow& row, int group, long long index, float fp8_max,
+                                              int scale_from) {
+    if (row.current_amax == nullptr || has_history(row, index, scale_from)) return row.scale[index];
+    const float amax = row.current_amax[group];
+    const bool rounds = scale_from == OWN_VALUES_ROUNDED;
+    return rounds && amax == 0.0f ? 1.0f : block_scale(amax, fp8_max, rounds);
 }
 
 /* Amaxes are handled as bits: those of non-negative floats order as integers, NaN > inf > every finite value. */

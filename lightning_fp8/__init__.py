@@ -19,7 +19,6 @@ from lightning_fp8.callbacks import (
     ScaleFactorLogger,
     ScaleWatchdog,
 )
-from lightning_fp8.conversion.checkpoint_scales import load_scales
 from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8.conversion.linear_layers import register_linear
 from lightning_fp8.dtypes.audit import audit
@@ -62,7 +61,6 @@ __all__ = [
     "feed_forward",
     "fsdp2_policy",
     "load_exported",
-    "load_scales",
     "register_linear",
     "scaling_state",
     "unconvert",

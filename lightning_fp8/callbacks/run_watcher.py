@@ -11,7 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted
+from lightning_fp8.conversion.one_state import state_now
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
+from lightning_fp8.scaling.state import ScalingState
 
 
 class RunWatcher(Callback):
@@ -23,6 +25,7 @@ class RunWatcher(Callback):
 
     def __init__(self, every_n_steps: int) -> None:
         self.every_n_steps = every_n_steps
+        self._model: LightningModule | None = None
         self._when = EveryNSteps(type(self).__name__, every_n_steps)
 
     def _starts(self, trainer: Trainer, model: LightningModule, what_for: str) -> bool:
@@ -30,11 +33,17 @@ class RunWatcher(Callback):
         self._stop()
         self._when.start(trainer.global_step)
         if is_converted(model):
+            self._model = model
             return True
         rank_zero_warn(
             f"{type(self).__name__}: no layer runs in FP8 under precision={trainer.precision!r}; nothing to {what_for}."
         )
         return False
+
+    @property
+    def _state(self) -> ScalingState | None:
+        """The scaling state of the model that is watched, as it is now; None between fits."""
+        return None if self._model is None else state_now(self._model)
 
     def _stop(self) -> None:
         """Release what the callback holds during a fit, however the fit ends."""

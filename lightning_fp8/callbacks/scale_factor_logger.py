@@ -79,20 +79,17 @@ class ScaleFactorLogger(RunWatcher):
         self.summaries = summaries
         self.histograms = histograms
         self.prog_bar = prog_bar
-        self._state: ScalingState | None = None
-        self._rows: list[int] = []
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._starts(trainer, pl_module, "log"):
-            self._state = scaling_state(pl_module)
-            self._rows = matching_tensors(self._state.names, self.patterns, "ScaleFactorLogger")
+            matching_tensors(scaling_state(pl_module).names, self.patterns, "ScaleFactorLogger")
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # from the first micro-batch of a step that is to be logged
-        if self._state is not None and self._when.begins():
-            self._state.cast_counts.start(self)
+        if (state := self._state) is not None and self._when.begins():
+            state.cast_counts.start(self)
 
     @override
     def on_train_batch_end(
@@ -111,15 +108,16 @@ class ScaleFactorLogger(RunWatcher):
 
     @override
     def _stop(self) -> None:
-        if self._state is not None:
-            self._state.cast_counts.stop(self)
-        self._state = None
+        if (state := self._state) is not None:
+            state.cast_counts.stop(self)
+        self._model = None
 
     def _log(self, trainer: Trainer, state: ScalingState, values: dict[str, Tensor]) -> None:
         metrics: dict[str, float] = {}
+        rows = matching_tensors(state.names, self.patterns, "ScaleFactorLogger")
         for quantity, tensor in values.items():
             numbers = tensor.tolist()
-            for row in self._rows:
+            for row in rows:
                 if numbers[row] == numbers[row]:
                     metrics[f"fp8/{state.names[row]}/{quantity}"] = numbers[row]
             if self.summaries:

@@ -137,9 +137,7 @@ class ScaleWatchdog(RunWatcher):
         self.action = action
         self.cooldown = cooldown
         self.patterns = as_patterns(patterns, "patterns")
-        self._state: ScalingState | None = None
         self._watch: Watch | None = None
-        self._rows: set[int] = set()
         self._inputs: InputStatistics | None = None
         # by layer that this callback moved, the steps since its last move
         self._since_move: dict[str, int] = {}
@@ -169,20 +167,23 @@ class ScaleWatchdog(RunWatcher):
                 f"ScaleWatchdog: under {state.recipe} all layers are scaled by their own values already:"
                 " `action='current'` moves a layer in trouble to bf16, as `action='fallback'` does."
             )
-        self._rows = set(matching_tensors(state.names, self.patterns, "ScaleWatchdog"))
-        self._state, self._watch = state, Watch(state, self.limits)
+        matching_tensors(state.names, self.patterns, "ScaleWatchdog")
+        self._watch = Watch(state, self.limits)
         if self.limits.kurtosis_above is not None or self.limits.outliers_above is not None:
             self._inputs = InputStatistics(dict(converted(pl_module)), pl_module)
-        self._said: set[tuple[str, int]] = set()
+        self._said: set[tuple[str, str]] = set()
         # training batches, and those divided by ``accumulate_grad_batches``
         self._batches = self._steps = 0
         self._is_before_check = False
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._state is not None and self._when.begins():
+        state = self._state
+        if state is not None and self._watch is not None:
+            self._watch.follow(state)
+        if state is not None and self._when.begins():
             self._is_before_check = True
-            self._state.cast_counts.start(self)
+            state.cast_counts.start(self)
             if self._inputs is not None:
                 self._inputs.start()
 
@@ -195,7 +196,8 @@ class ScaleWatchdog(RunWatcher):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._state is None or self._watch is None:
+        state = self._state
+        if state is None or self._watch is None:
             return
         self._batches += 1
         if self._batches >= trainer.accumulate_grad_batches:
@@ -205,10 +207,11 @@ class ScaleWatchdog(RunWatcher):
             return
         self._is_before_check = False
         reduce = partial(trainer.strategy.reduce, reduce_op="sum")
-        findings = self._watch.check(self._steps, reduce, self._outliers(self._state, reduce))
-        self._state.cast_counts.stop(self)
-        findings.keep(self._rows)
-        self._act(trainer, self._state, findings)
+        self._watch.follow(state)
+        findings = self._watch.check(self._steps, reduce, self._outliers(state, reduce))
+        state.cast_counts.stop(self)
+        findings.keep(set(matching_tensors(state.names, self.patterns, "ScaleWatchdog")))
+        self._act(trainer, state, findings)
 
     def _outliers(self, state: ScalingState, reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Kurtosis and share of outliers by tensor, ``[2, R] float64``; None if they are not watched."""
@@ -228,7 +231,8 @@ class ScaleWatchdog(RunWatcher):
 
     def _act(self, trainer: Trainer, state: ScalingState, findings: Findings) -> None:
         now = {(condition, row) for condition, rows in findings.tensors.items() for row in rows}
-        new, self._said = now - self._said, now
+        new = {(condition, row) for condition, row in now if (condition, state.names[row]) not in self._said}
+        self._said = {(condition, state.names[row]) for condition, row in now}
         message = f"ScaleWatchdog, step {trainer.global_step}: {self._described(state, findings, new)}" if new else ""
         returned = self._return(state) if self.cooldown is not None else []
         if new and self.action in _MOVES:
@@ -279,7 +283,8 @@ class ScaleWatchdog(RunWatcher):
         """Forget what was found in modules, whose scaling has been changed."""
         if self._watch is not None:
             self._watch.forgive(modules)
-        self._said = {(condition, row) for condition, row in self._said if state.module_of(row) not in modules}
+        names = {name for row, name in enumerate(state.names) if state.module_of(row) in modules}
+        self._said = {(condition, name) for condition, name in self._said if name not in names}
 
     def _to_move(self, state: ScalingState, findings: Findings, new: set[tuple[str, int]]) -> set[tuple[str, int]]:
         chosen: set[tuple[str, int]] = set()
@@ -328,12 +333,12 @@ class ScaleWatchdog(RunWatcher):
 
     @override
     def _stop(self) -> None:
-        if self._state is not None and self._watch is not None:
-            self._state.cast_counts.stop(self)
+        if self._watch is not None:
+            self._watch.state.cast_counts.stop(self)
             self._watch.close()
         if self._inputs is not None:
             self._inputs.stop()
-        self._state = self._watch = self._inputs = None
+        self._model = self._watch = self._inputs = None
 
 
 def _extent(findings: Findings, condition: str, row: int) -> str:

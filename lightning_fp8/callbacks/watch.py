@@ -80,8 +80,12 @@ class Watch:
     """
 
     def __init__(self, state: ScalingState, limits: Limits) -> None:
-        self.state = state
         self.limits = limits
+        self._begin(state)
+        state.model.before_update.append(self._see_update)
+
+    def _begin(self, state: ScalingState) -> None:
+        self.state, self._names, self._generation = state, state.names, state.model.generation
         count = len(state.names)
         with torch.inference_mode(False):
             self._updates = torch.zeros(count, dtype=torch.int64, device=state.device)
@@ -94,7 +98,24 @@ class Watch:
         self._seen = state.updates
         self._last_update = torch.zeros(count, dtype=torch.int64, device="cpu")
         self._above = {name: torch.zeros_like(self._last_update) for name in (*_LOST, "kurtosis", "outliers")}
-        state.model.before_update.append(self._see_update)
+
+    @torch.no_grad()
+    def follow(self, state: ScalingState) -> None:
+        """Go on with the state that the model has now: tensors keep their counts by name, new ones begin."""
+        if state is self.state and state.model.generation == self._generation:
+            return
+        if state is not self.state:
+            self.close()
+            state.model.before_update.append(self._see_update)
+        before = {name: row for row, name in enumerate(self._names)}
+        per_tensor = self._updates, self._nonfinite_in_a_row, self._most_in_a_row, self._last_update
+        above = self._above
+        self._begin(state)
+        pairs = [(row, before[name]) for row, name in enumerate(state.names) if name in before]
+        rows, former = ([pair[side] for pair in pairs] for side in (0, 1))
+        new = self._updates, self._nonfinite_in_a_row, self._most_in_a_row, self._last_update
+        for values, old in (*zip(new, per_tensor, strict=True), *((self._above[name], above[name]) for name in above)):
+            values[rows] = old[former].to(values.device)
 
     def close(self) -> None:
         """Stop following the updates."""
@@ -103,6 +124,7 @@ class Watch:
 
     @torch.no_grad()
     def _see_update(self, amax: Tensor) -> None:
+        self.follow(self.state)
         # nothing here synchronises with the device
         is_finite = amax.isfinite()
         updated = is_finite & (amax > 0)
@@ -114,6 +136,7 @@ class Watch:
     @torch.no_grad()
     def on_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; to be called before the optimizer step."""
+        self.follow(self.state)
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.fp8.values() if gemm.state is self.state)
         gradients = {gemm.module: _gradient(gemm) for gemm in gemms}

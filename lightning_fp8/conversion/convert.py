@@ -9,8 +9,8 @@ from typing import TypeVar, cast
 from torch import nn
 
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
-from lightning_fp8.conversion.kept_scales import load_kept_scales
-from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted, state_of
+from lightning_fp8.conversion.one_state import Member, arrange, path_of_gemm, state_of
+from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted
 from lightning_fp8.conversion.rows import Candidate
 from lightning_fp8.conversion.settings import Overrides
 from lightning_fp8.conversion.shared_inputs import share_inputs
@@ -49,8 +49,7 @@ def convert(
     converted if they inherit ``forward`` from ``nn.Linear`` or from a class of :func:`register_linear`, or if a probe
     finds that theirs computes the same; :func:`describe` says how, or names the difference.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
-    converted model again keeps its scales and converts layers that have been added since. A model from
-    ``load_from_checkpoint`` gets the scales of its checkpoint.
+    converted model again converts the layers that have been added since; the others keep their histories.
 
     A module that computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of GPT-2,
     Llama, BERT and ViT in transformers, runs the block fused unless something needs its parts; see
@@ -119,6 +118,8 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     state = _attach(plan)
     _give_settings(plan)
     layers = [layer for _, layer in plan.modules]
+    state.model.scanned.update(layers)
+    state.model.ignored = plan.ignore_modules
     share_inputs(layers)
     fuse_feed_forward(layers)
     keep_own_forwards(layers, Fp8Module)
@@ -140,7 +141,30 @@ def carry_out_for_run(plan: ConversionPlan) -> ScalingState:
             " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
         )
     _give_settings(plan)
+    name_late_layers(plan.modules, state)
     return state
+
+
+def name_late_layers(modules: Sequence[tuple[str, nn.Module]], state: ScalingState) -> None:
+    """Warn once of layers that were added to a model after its conversion, and would run in FP8 if they were converted.
+
+    Args:
+        modules: paths and modules of the model, or of one that it is a part of.
+        state: its scaling state.
+    """
+    scanned, mark = state.model.scanned, (len(modules), sum(id(module) for _, module in modules))
+    if mark == state.model.last_scan:
+        # nothing has been added, as loops ask at each step
+        return
+    state.model.last_scan, parents = mark, dict(modules)
+    new = [(path, module) for path, module in modules if module not in scanned]
+    late = {module for path, module in new if parents.get(path.rpartition(".")[0]) in scanned}
+    late = {part for module in late for part in module.modules() if part not in scanned}
+    if late:
+        scanned.update(late)
+        plan = conversion_plan(modules[0][1], state.model.ignored)
+        names = [spec.path for spec, _ in plan.chosen if spec.layer in late and not isinstance(spec.layer, Fp8Module)]
+        state.model.notices.on_late_layers(names)
 
 
 def unconvert(module: ModuleT) -> ModuleT:
@@ -195,8 +219,11 @@ def is_converted(module: nn.Module) -> bool:
 def scaling_state(module: nn.Module) -> ScalingState:
     """The scaling state of a converted model (for a part of one, the state of the whole model).
 
+    It stays the same object while layers are added and converted; parts that were converted by themselves, and copies
+    of parts, get one state with the rest here. Ask for it where you use it.
+
     Raises:
-        ValueError: if the model is not converted, or consists of parts that were converted separately.
+        ValueError: if the model is not converted, or consists of parts with different recipes or devices.
     """
     layers = list(named_modules(module))
     # custom loops call this at each step; most programs have imported neither library
@@ -208,7 +235,9 @@ def scaling_state(module: nn.Module) -> ScalingState:
             ' library, the others in that of lightning_fp8. `Accelerator(mixed_precision="fp8")` replaces converted'
             ' layers like this: choose "bf16" for FP8 by lightning_fp8 alone.'
         )
-    return state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
+    state = state_of(module, (layer for _, layer in layers if isinstance(layer, Fp8Module)))
+    name_late_layers(layers, state)
+    return state
 
 
 def fall_back(module: nn.Module, name: str) -> None:
@@ -235,37 +264,24 @@ def fall_back(module: nn.Module, name: str) -> None:
 
 def _attach(plan: ConversionPlan) -> ScalingState:
     """Give all chosen layers one scaling state, keeping the scales of those that had one."""
-    chosen = [(spec, kind, spec.layer if isinstance(spec.layer, Fp8Module) else None) for spec, kind in plan.chosen]
-    gemms = [
-        (spec, name)
-        for spec, kind, present in chosen
-        for name in (kind.gemm_weights(spec.layer) if present is None else present.fp8)
+    members = [
+        Member(path_of_gemm(spec.path, name), spec.layer.fp8[name] if isinstance(spec.layer, Fp8Module) else None)
+        for spec, kind in plan.chosen
+        for name in (spec.layer.fp8 if isinstance(spec.layer, Fp8Module) else kind.gemm_weights(spec.layer))
     ]
-    names = tuple(".".join(filter(None, (spec.path, name))) for spec, name in gemms)
-    first, *other_states = {None if present is None else present.scaling_state for _, _, present in chosen}
-    if first is not None and not other_states and first.module_names == names:
-        return first
-    state = ScalingState(names, plan.config.recipe, plan.device)
-    load_kept_scales(state, plan.modules)
-    new: dict[nn.Module, dict[str, Gemm]] = {spec.layer: {} for spec, _, _ in chosen}
-    for position, (spec, name) in enumerate(gemms):
-        new[spec.layer][name] = Gemm(state, position)
-    former = [
-        (gemm, present.fp8[name])
-        for _, _, present in chosen
-        if present is not None
-        for name, gemm in new[present].items()
-    ]
-    state.copy_modules({gemm.module: (before.state, before.module) for gemm, before in former})
-    for gemm, before in former:
-        gemm.reference = before.reference
-    for spec, kind, present in chosen:
+    state, positions = arrange(members, plan.config.recipe, plan.device, rename=True)
+    places = iter(positions)
+    for spec, kind in plan.chosen:
+        if isinstance(spec.layer, Fp8Module):
+            for _ in spec.layer.fp8:
+                next(places)
+            continue
         layer = cast(Fp8Module, spec.layer)
-        if present is None:
-            layer.plain_class = own_class(layer)
-            exchange_class(layer, kind)
-        layer.fp8 = new[layer]
-        for name, gemm in layer.fp8.items():
+        gemms = {name: Gemm(state, next(places)) for name in kind.gemm_weights(layer)}
+        layer.plain_class = own_class(layer)
+        exchange_class(layer, kind)
+        layer.fp8 = gemms
+        for name, gemm in gemms.items():
             gemm.belong_to(layer, name)
     return state
 
@@ -291,5 +307,7 @@ def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
     restore_masters(layer for _, layer in layers)
     for _, layer in layers:
         plain_class = layer.plain_class
+        for gemm in layer.fp8.values():
+            gemm.model.leave(gemm)
         del layer.fp8, layer.plain_class
         exchange_class(layer, plain_class)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_fp8.conversion.candidates import (
     sizes,
 )
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
+from lightning_fp8.conversion.one_state import state_of
 from lightning_fp8.conversion.rows import Candidate, elements_of, large_parameters, row_of
 from lightning_fp8.conversion.settings import checked_settings, products_in_bf16, resolved_overrides
 from lightning_fp8.modules.base import Fp8Module
@@ -182,16 +183,3 @@ def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:
     for path, layer in named_modules(module):
         if isinstance(layer, Fp8Module):
             yield path, layer
-
-
-def state_of(module: nn.Module, layers: Iterable[Fp8Module]) -> ScalingState:
-    """The scaling state that a model's converted layers share; see :func:`lightning_fp8.scaling_state`."""
-    states = {id(layer.scaling_state): layer.scaling_state for layer in layers}
-    if not states:
-        raise ValueError(f"{type(module).__name__} has no FP8 layers: call `lightning_fp8.convert` on it first.")
-    if len(states) > 1:
-        raise ValueError(
-            f"{type(module).__name__} consists of parts with {len(states)} scaling states."
-            " Call `lightning_fp8.convert` on the whole model: it joins them and keeps the scales."
-        )
-    return next(iter(states.values()))

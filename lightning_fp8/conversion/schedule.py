@@ -6,14 +6,14 @@ import json
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any, get_args
 
 from torch import nn
 
-from lightning_fp8.conversion.plan import state_of
+from lightning_fp8.conversion.one_state import state_now, state_of
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.paths import check_patterns_among, matches, named_modules
@@ -53,7 +53,8 @@ class Schedule:
             _check_order([key for key in self.entries if isinstance(key, kind)], self.entries)
         # the model that it was started for, and its number of planned steps
         self._run: tuple[weakref.ref[nn.Module], int | None] | None = None
-        self._state: ScalingState | None = None
+        # the positions in `_choices` are those of a state's layers at this time
+        self._generation = 0
         self._steps: list[int] = []
         self._choices: list[dict[int, Choice]] = []
         # the entry in force, counted from 1; 0: as converted, None: not known
@@ -75,15 +76,18 @@ class Schedule:
         steps = [_step(key, planned_steps) for key in self.entries]
         _check_order(steps, self.entries)
         state = state_of(model, layers)
-        choices = [_choices(key, value, modules, state) for key, value in self.entries.items()]
+        choices = self._choices_for(modules, state)
         for position, key in enumerate(self.entries):
             _check_weights(key, layers, choices[position])
         last = math.inf if planned_steps is None else planned_steps
         late = ", ".join(f"{key!r}" for key, step in zip(self.entries, steps) if step >= last)
         if late:
             warnings.warn(f"PrecisionSchedule: the run has {last} steps, and never reaches {late}.", stacklevel=2)
-        self._state, self._steps, self._choices, self.now = state, steps, choices, None
+        self._generation, self._steps, self._choices, self.now = state.model.generation, steps, choices, None
         self._run = weakref.ref(model), planned_steps
+
+    def _choices_for(self, modules: Sequence[tuple[str, nn.Module]], state: ScalingState) -> list[dict[int, Choice]]:
+        return [_choices(key, value, modules, state) for key, value in self.entries.items()]
 
     def is_for(self, model: nn.Module, planned_steps: int | None) -> bool:
         """Whether it was last started for such a run."""
@@ -100,8 +104,17 @@ class Schedule:
 
     def apply(self, step: int) -> str:
         """Let the model run as the schedule says after this many optimizer steps; returns what changed, in words."""
-        entry, state = self.entry_at(step), self._state
-        if state is None or entry == self.now:
+        entry, model = self.entry_at(step), None if self._run is None else self._run[0]()
+        state = None if model is None else state_now(model)
+        if model is None or state is None:
+            return ""
+        if state.model.generation != self._generation:
+            self._choices, self._generation = (
+                self._choices_for(list(named_modules(model)), state),
+                state.model.generation,
+            )
+            self.now = None
+        if entry == self.now:
             return ""
         before, self.now = self.now, entry
         every = dict.fromkeys(range(len(state.module_names)), AS_SET)
@@ -179,7 +192,7 @@ def _check_value(key: Any, value: Any, pattern: str | None = None) -> None:
 
 
 def _choices(
-    key: int | float, value: Any, modules: list[tuple[str, nn.Module]], state: ScalingState
+    key: int | float, value: Any, modules: Sequence[tuple[str, nn.Module]], state: ScalingState
 ) -> dict[int, Choice]:
     """What an entry asks of the layers, by position in the state; later patterns win, product by product."""
     by_pattern = {"*": value} if isinstance(value, str) or _is_of_products(value) else dict(value)

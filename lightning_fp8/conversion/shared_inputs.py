@@ -14,7 +14,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.fused_blocks import plain_class
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.shared_input import SharedInput
 
@@ -41,23 +42,26 @@ class _Event(NamedTuple):
 
 
 def share_inputs(modules: Sequence[nn.Module]) -> None:
-    """Let converted layers that get the same tensor share its cast: the groups of :func:`find_shared_inputs` only.
+    """Let converted layers that get the same tensor share its cast: the groups of :func:`find_shared_inputs`.
 
     Args:
-        modules: the model and everything inside it; its converted layers have one scaling state.
+        modules: a model, or a part of one, and everything inside it; its converted layers have one scaling state.
+            Groups with layers outside of a part stay.
     """
-    owners: dict[int, int] = {}
     layers = [layer for layer in modules if isinstance(layer, Fp8Module)]
-    state = layers[0].scaling_state
-    for gemm in chain.from_iterable(layer.fp8.values() for layer in layers):
-        gemm.share_input(None)
+    state, gemms = layers[0].scaling_state, list(chain.from_iterable(layer.fp8.values() for layer in layers))
+    inside = {gemm.module for gemm in gemms}
+    for gemm in gemms:
+        if gemm.shared_input is not None and inside.issuperset(gemm.shared_input.modules):
+            gemm.share_input(None)
     for group in find_shared_inputs(modules):
         members = [layer.fp8[""] for layer in group]
         shared = SharedInput([gemm.module for gemm in members])
         for gemm in members:
             gemm.share_input(shared)
-        owners |= {gemm.module: members[0].module for gemm in members[1:]}
-    state.share_inputs(owners)
+    of_model = cast(list[Gemm], list(state.model.gemms.values()))
+    groups = {gemm.module: gemm.shared_input.modules for gemm in of_model if gemm.shared_input is not None}
+    state.share_inputs({module: group[0] for module, group in groups.items() if module != group[0]})
 
 
 def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:

@@ -23,7 +23,6 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
 from lightning_fp8.modules.frozen_layers import replace_weight
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules, plain_path, without_wrappers
-from lightning_fp8.modules.stamp import Stamped
 from lightning_fp8.ops.formats import E4M3
 
 
@@ -181,7 +180,6 @@ def _replace(model: nn.Module, new: Mapping[int, Tensor]) -> None:
             for gemm, weight in module.gemms():
                 if id(weight) in new_ids:
                     gemm.on_sharding(weight)
-                    gemm.reference = Stamped()
 
 
 def missing_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

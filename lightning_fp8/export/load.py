@@ -32,7 +32,7 @@ from lightning_fp8.export.checks import (
     refuse,
 )
 from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
-from lightning_fp8.export.layout import from_metadata, joined, listed, state_tensors
+from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, listed, state_tensors
 from lightning_fp8.export.names import placed
 from lightning_fp8.export.scheme import Scheme, scheme_of
 from lightning_fp8.export.shards import Shards
@@ -197,11 +197,10 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
     """ValueError for a recipe that would not compute what the checkpoint means."""
     in_blocks = scheme.in_e8m0 or "block" in scheme.kinds
-    fits = bool(recipe.current.blocks) == in_blocks and (in_blocks or recipe.from_history == scheme.static)
-    fits = fits and (recipe.current.in_e8m0 or not scheme.in_e8m0)
-    if fits and (recipe.from_history or not recipe.current.margin):
+    fits = bool(recipe.current.blocks) == in_blocks and (recipe.from_history or in_blocks or not scheme.static)
+    if fits and (recipe.current.in_e8m0 or not scheme.in_e8m0):
         return
-    trait = "has static scales of inputs" if scheme.static else "scales inputs by their own values, with no margin"
+    trait = "has static scales of inputs" if scheme.static else "has one scale for each weight"
     trait = f"has a scale for each {'group' if scheme.in_e8m0 else 'block'} of a weight" if in_blocks else trait
     raise ValueError(
         f"load_exported: the model is converted with {recipe}, and {file} {trait}. Call"
@@ -309,31 +308,20 @@ def _kept(products: Mapping[str, Product], names: Collection[str]) -> dict[str, 
 
 def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: Collection[str]) -> None:
     state = scaling_state(model)
-    margin = 2.0**state.recipe.current.margin
-    entries = {name: _entry(None, margin) for name in state.names[: state.delayed]}
+    entries = state.state_dict()
+    for entry in entries.values():
+        for tensor in entry.values():
+            tensor.zero_()
+        entry["in_fp8"].fill_(True)
     for path, layer in model.named_modules(remove_duplicate=False):
         for gemm, fp8_gemm in layer.fp8.items() if isinstance(layer, Fp8Module) else ():
             key, name = gemm_key(plain_path(path), type(layer), gemm), tensor_name(fp8_gemm.name, "input")
             # an attention is converted as a whole: its projections that are not FP8 fall back
             if key in inputs and key not in fallen:
-                entries[name] = _entry(inputs[key] if state.recipe.from_history else None, margin)
+                scale = inputs[key]
+                if scale is not None and state.recipe.from_history:
+                    # the amax from which an update would have computed this scale
+                    entries[name]["amax_history"][0] = amax_of_scale(scale * 2.0**state.recipe.current.margin)
             else:
-                entries[name]["in_fp8"] = torch.tensor(False)
+                entries[name]["in_fp8"].fill_(False)
     state.load_state_dict(entries)
-
-
-def _entry(scale: Tensor | None, margin: float) -> dict[str, Tensor]:
-    """A tensor's part of the scaling state's ``state_dict``, without a history if ``scale`` is None.
-
-    The history is the amax from which ``update`` would have computed this scale, up to rounding: the cast uses the
-    scale itself, and checks only whether there is a history.
-    """
-    limits = torch.finfo(torch.float32)
-    amax = None if scale is None else (E4M3.max / margin / scale.double()).clamp(limits.tiny, limits.max).float()
-    return {
-        "amax": torch.zeros(()),
-        "amax_history": torch.zeros(0) if amax is None else amax.reshape(1),
-        "scale": torch.ones(()) if scale is None else scale,
-        "nonfinite_steps": torch.zeros((), dtype=torch.int64),
-        "in_fp8": torch.tensor(True),
-    }

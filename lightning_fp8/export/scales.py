@@ -51,7 +51,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     gemms = converted_gemms(model)
     _check_gemms(model, gemms, tensors)
     plans: dict[str, Plan | None] = {}
-    without: list[str] = []
+    is_static = _have_static_scales(gemms, tensors)
     for name, gemm in gemms.items():
         weight, recipe = tensors[name], gemm.state.recipe
         _check_formats(gemm)
@@ -65,22 +65,8 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
             kind = kind_of(weight)
             has_scale = kind == "tensor" and weight.content.largest is not None
         # readers scale inputs by their own values where the scales of weights are for blocks
-        static = recipe.from_history and kind not in ("block", "group")
-        plan = Plan(
-            kind,
-            _weight_scale(weight) if has_scale else None,
-            _input_scale(gemm) if static else None,
-            gemm.weight_scaling,
-        )
-        if static and plan.input is None:
-            without.append(joined(gemm.name, "input"))
-        plans[name] = plan
-    if without:
-        raise ValueError(
-            f"export: {len(without)} tensors have no history, so they have no static scale: {listed(without)}."
-            " Train for at least one step in which these layers run (an input that is always zero leaves no history),"
-            " or leave the layers out with `ignore_modules`."
-        )
+        of_input = _input_scale(gemm) if is_static and kind not in ("block", "group") else None
+        plans[name] = Plan(kind, _weight_scale(weight) if has_scale else None, of_input, gemm.weight_scaling)
     wrong = [
         f"{joined(gemms[name].name, role)} ({scale.item():.3g})"
         for name, plan in plans.items()
@@ -198,20 +184,6 @@ def _check_gemms(model: nn.Module, gemms: Mapping[str, Gemm], tensors: Mapping[s
             f"export: no {changed[0]!r} in the model's `state_dict`. Remove parametrizations and hooks that rename or"
             " compute weights of converted layers first."
         )
-    state = in_fp8[0].state
-    if not state.recipe.from_history and state.recipe.current.margin:
-        raise ValueError(
-            f"export: {state.recipe} keeps {state.recipe.current.margin} powers of two free above the largest value of"
-            " an input, and readers of the layout keep none. Convert the model with `margin=0` (`unconvert`, then"
-            " `convert`)."
-        )
-    current = state.current_modules
-    if any(gemm.name in current for gemm in in_fp8):
-        raise ValueError(
-            f"export: {len(current)} layers are scaled by their own values since `ScaleWatchdog` moved them, so there"
-            f" are no static scales to write: {listed(current)}. `lightning_fp8.fall_back(model, name)`"
-            " leaves a layer out of FP8."
-        )
 
 
 def _check_formats(gemm: Gemm) -> None:
@@ -224,9 +196,33 @@ def _check_formats(gemm: Gemm) -> None:
             )
 
 
-def _input_scale(gemm: Gemm) -> Tensor | None:
-    row = gemm.state.row_of(gemm.module, "input")
-    return gemm.state.scale[row].cpu() if bool(gemm.state.amax_history[0, row] > 0) else None
+def _have_static_scales(gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether inputs get static scales: a file has those of all layers or, as a warning says, of none."""
+    state = next(iter(gemms.values())).state
+    if not state.recipe.from_history:
+        return False
+    in_fp8 = [gemm for name, gemm in gemms.items() if gemm.precision.fprop_in_fp8 and not _is_in_blocks(tensors[name])]
+    has_history = (state.amax_history[0] > 0).tolist()
+    without = [
+        joined(gemm.name, "input")
+        for gemm in in_fp8
+        if gemm.precision.is_current or not has_history[state.row_of(gemm.module, "input")]
+    ]
+    if without:
+        warnings.warn(
+            "export: readers will scale each input by its own values (`activation_scheme: dynamic`), as evaluation here"
+            f" does: these have no history of a training, or are on current scaling: {listed(without)}.",
+            stacklevel=4,
+        )
+    return not without
+
+
+def _is_in_blocks(weight: Tensor) -> bool:
+    return is_held(weight) and kind_of(weight) in ("block", "group")
+
+
+def _input_scale(gemm: Gemm) -> Tensor:
+    return gemm.state.scale[gemm.state.row_of(gemm.module, "input")].cpu()
 
 
 def _weight_scale(weight: Tensor) -> Tensor:

@@ -63,9 +63,10 @@ def export(
     kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
     scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
     :class:`~lightning_fp8.BlockScaling`, one for every 32 elements of a row with :class:`~lightning_fp8.MXScaling`,
-    else one for each weight, computed from its current values. Scales of inputs are those that an evaluation would use
-    now, from the training history; with :class:`~lightning_fp8.CurrentScaling` and with scales for blocks there are
-    none, because readers scale inputs by their own values.
+    else one for each weight, computed from its current values. Inputs have static scales from the histories of training
+    if all layers have one and none was moved to current scaling; otherwise none, with a warning under
+    :class:`~lightning_fp8.DelayedScaling`, and readers scale inputs by their own values. Scales for blocks always go
+    without those of inputs.
 
     Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
     embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
@@ -83,7 +84,7 @@ def export(
     are written once. In a distributed run call this on one process.
 
     Args:
-        model: a converted model after at least one optimizer step, or one that was read.
+        model: a converted model, or one that was read.
         path: a folder; created if needed.
         layout: ``"hf-fp8"``, as DeepSeek-V3 and Qwen3 are published and transformers reads them;
             ``"compressed-tensors"`` (``float-quantized``), also with scales of rows and with incomplete blocks, and
@@ -101,10 +102,9 @@ def export(
         FileExistsError: if the folder holds a model already.
         TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
         ValueError: for another ``layout``, or one that has no place for these scales or layers; for a model without FP8
-            layers, tensors without a history, parameters that are not finite, a recipe whose forward is not E4M3, one
-            that scales inputs by their own values with a margin, scales outside of 2**-118 to 2**118, ``BlockScaling``
-            without a weight whose sizes are multiples of 128, two tensors with the same name, or a base that has other
-            tensors than its checkpoint; the message names them.
+            layers, parameters that are not finite, a recipe whose forward is not E4M3, scales outside of 2**-118 to
+            2**118, ``BlockScaling`` without a weight whose sizes are multiples of 128, two tensors with the same name,
+            or a base that has other tensors than its checkpoint; the message names them.
     """
     import_safetensors()
     into = layout_named(layout)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from lightning_fp8.conversion.checkpoint_scales import SCALES, as_text, scales_of_callback, scales_of_callbacks
-from lightning_fp8.conversion.convert import carry_out_for_run
+from lightning_fp8.conversion.convert import carry_out_for_run, scaling_state
+from lightning_fp8.conversion.one_state import state_now
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.conversion.schedule import Schedule
 from lightning_fp8.conversion.settings import Overrides, checked_settings
@@ -29,6 +32,8 @@ if not hasattr(TrainerCallback, "on_pre_optimizer_step"):
     raise ImportError("Fp8Callback needs a newer transformers: `pip install --upgrade 'transformers[torch]'`.")
 
 
+# the attribute of the callback that holds the scales as text
+SCALES = "fp8_scales"
 # shown by default, unlike what transformers logs as information
 _LOG = logging.getLogger("lightning_fp8")
 
@@ -37,9 +42,9 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Trains in FP8 with ``transformers.Trainer``: ``Trainer(model, args, callbacks=[Fp8Callback()])``.
 
     It converts the model when the Trainer is created, before it is wrapped or compiled, and updates the scales once per
-    optimizer step, after backward. Each checkpoint holds the scales, in its ``trainer_state.json``; a resumed run and
-    ``load_best_model_at_end`` load them with the weights. What does not run in FP8 has the dtypes that the Trainer's
-    arguments ask for: ``bf16=True`` is usual.
+    optimizer step, after backward. Each checkpoint holds the scales, in its ``trainer_state.json``, and a resumed run
+    loads them with the weights. What does not run in FP8 has the dtypes that the Trainer's arguments ask for:
+    ``bf16=True`` is usual.
 
     Args:
         recipe: as in :func:`lightning_fp8.convert`, or a mapping of its fields.
@@ -83,7 +88,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             bf16_blocks=bf16_blocks,
         )
         self._schedule = None if schedule is None else Schedule(schedule)
-        self._scaling: ScalingState | None = None
+        self._model: nn.Module | None = None
         # number of updates of the scales before this optimizer step
         self._updates = 0
 
@@ -94,8 +99,8 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
             args["recipe"] = args["recipe"].as_dict()
         if self._schedule is not None:
             args["schedule"] = self._schedule.entries
-        scaling = self._scaling
-        return {"args": args, "attributes": {SCALES: as_text(scaling)} if scaling is not None else {}}
+        attributes = {} if self._model is None else {SCALES: _as_text(scaling_state(self._model))}
+        return {"args": args, "attributes": attributes}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert the model."""
@@ -116,7 +121,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         # the Trainer requires an entry, which a checkpoint of a run without this callback lacks
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
         if state.global_step > 0:
-            _load(scaling, scales_of_callback(saved), f"The checkpoint of step {state.global_step}")
+            _load(scaling, _scales_of_callback(saved), f"The checkpoint of step {state.global_step}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the model run as the schedule says."""
@@ -126,7 +131,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Update the scales."""
-        scaling = self._scaling
+        scaling = None if self._model is None else state_now(self._model)
         if scaling is None or scaling.updates != self._updates:
             raise RuntimeError(
                 "Fp8Callback: the scales of this model have been updated by something else too, but each optimizer step"
@@ -135,15 +140,34 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         scaling.update()
         self._updates = scaling.updates
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Load the scales of the best checkpoint, whose weights the Trainer has just loaded."""
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None and self._scaling is not None:
-            scales = scales_of_callbacks(state.best_model_checkpoint).get(type(self).__name__)
-            _load(self._scaling, scales, state.best_model_checkpoint)
-
     def _convert(self, model: nn.Module) -> ScalingState:
-        self._scaling = carry_out_for_run(conversion_plan(model, self.ignore_modules, **self.settings))
-        return self._scaling
+        self._model = model
+        return carry_out_for_run(conversion_plan(model, self.ignore_modules, **self.settings))
+
+
+def _as_text(state: ScalingState) -> str:
+    """A scaling state as one string, for JSON; exact, and shorter than decimal numbers."""
+    buffer = io.BytesIO()
+    torch.save(state.state_dict(), buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _scales_of_callback(saved: Any) -> Any:
+    """The scales that :func:`_as_text` wrote into the state of a ``transformers.Trainer`` callback; None if absent.
+
+    Raises:
+        ValueError: if the text is damaged.
+    """
+    attributes = saved.get("attributes") if isinstance(saved, Mapping) else None
+    if not isinstance(attributes, Mapping) or SCALES not in attributes:
+        return None
+    try:
+        content = io.BytesIO(base64.b64decode(attributes[SCALES], validate=True))
+        scales = torch.load(content, map_location="cpu", weights_only=True)
+    # of many kinds, as for a file
+    except Exception as error:
+        raise ValueError(f"{SCALES!r} in the state of a callback is damaged: {type(error).__name__}.") from None
+    return scales
 
 
 def _load(scaling: ScalingState, scales: Any, checkpoint: str) -> None:
@@ -153,8 +177,8 @@ def _load(scaling: ScalingState, scales: Any, checkpoint: str) -> None:
         return
     warnings.warn(
         f"Fp8Callback: {checkpoint} has weights but no FP8 scales. They start anew, so the first steps differ from"
-        " those of an uninterrupted run, and an evaluation before them scales each batch by itself. Checkpoints have"
-        " them if `Fp8Callback` was among the callbacks of the run that saved them.",
+        " those of an uninterrupted run. Checkpoints have them if `Fp8Callback` was among the callbacks of the run that"
+        " saved them.",
         stacklevel=2,
     )
 

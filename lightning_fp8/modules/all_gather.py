@@ -27,6 +27,7 @@ from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.stamp import Stamped, stamp
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.operand import with_scale
@@ -46,7 +47,7 @@ class _Scales:
     def __init__(self, state: ScalingState) -> None:
         self.state = state
         self.weights: list[DTensor] = []
-        self.modules: list[int] = []
+        self.gemms: list[Gemm] = []
         self._made_of: list[Stamped] = []
         self._steps = -1
         self._in_training: bool | None = None
@@ -57,7 +58,7 @@ class _Scales:
     def join(self, gemm: Gemm, weight: DTensor) -> int:
         """Add a weight; returns its position."""
         self.weights.append(weight)
-        self.modules.append(gemm.module)
+        self.gemms.append(gemm)
         return len(self.weights) - 1
 
     def scale(self, place: int, dtype: torch.dtype, group: dist.ProcessGroup, training: bool) -> Tensor:
@@ -88,7 +89,7 @@ class _Scales:
 
     def _note(self, amax: Tensor, scale: Tensor) -> None:
         # a tensor made from a list would wait for the device
-        rows = torch.cat([self.state.indices[self.state.row_of(module, "weight")] for module in self.modules])
+        rows = torch.cat([gemm.slots["weight", Phase.TRAINING].index for gemm in self.gemms])
         # through `.data`, as a compiled graph may hold these for its backward
         self.state.amax.data.index_copy_(0, rows, amax)
         self.state.scale.data.index_copy_(0, rows, scale)

@@ -176,11 +176,11 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
         return {gemm: getattr(layer, f"{gemm}_weight") for gemm in in_gemms(layer)}
 
     def _in_operand(self, gemm: str) -> Fp8Weight:
-        return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.records)
+        return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.phase)
 
     def _project(self, gemm: str, x: Tensor, operand: Fp8Weight, rows: slice, bias: Tensor | None) -> Tensor:
         of = self.fp8[gemm]
-        return fp8_linear(of, x, operand.rows(rows, of), bias, self.records)
+        return fp8_linear(of, x, operand.rows(rows, of), bias, self.phase)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
         super()._check(query, key, value, attn_mask, is_causal)

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from lightning_fp8.modules.computed_weight import held_weight
 from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.formats import Product
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import Fp8Config
@@ -88,9 +89,11 @@ class Fp8Module(nn.Module):
         return next(iter(self.fp8.values())).precision.of("settings").in_bf16
 
     @property
-    def records(self) -> bool:
-        """Whether this forward, and its backward, record amaxes: exactly in training with gradients."""
-        return self.training and torch.is_grad_enabled()
+    def phase(self) -> Phase:
+        """What a forward is part of now."""
+        if not self.training:
+            return Phase.EVALUATION
+        return Phase.TRAINING if torch.is_grad_enabled() else Phase.REPLAY
 
     def train(self, mode: bool = True) -> Self:
         """Switch between training and evaluation, where weights may be swapped: no cast outlives a switch."""
@@ -104,7 +107,6 @@ class Fp8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
-        known_gemms = [gemm for gemm in self.fp8.values() if gemm.is_known()]
         with frozen_parameters_apart(self) as frozen_weights:
             module = super()._apply(fn, recurse)
         self._parameters.update({name: weight.applied(fn) for name, weight in frozen_weights.items()})
@@ -113,8 +115,6 @@ class Fp8Module(nn.Module):
         if device.type != "meta":
             for gemm in self.fp8.values():
                 gemm.to(device)
-        for gemm in known_gemms:
-            gemm.refer()
         return module
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -127,6 +127,18 @@ class Fp8Module(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._drop_casts()
         free_masters(self)
+        state = self.scaling_state
+        # histories that were loaded since the last update are those of the weights that are loaded now
+        if not state.has_loaded and self._is_in(state_dict, prefix):
+            state.empty_histories([gemm.module for gemm in self.fp8.values()])
+
+    def _is_in(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a ``state_dict`` has any of the layer's own parameters, which may be computed from others."""
+        if any(f"{prefix}{name}" in state_dict for name in self._parameters):
+            return True
+        return "parametrizations" in self._modules and any(
+            name.startswith(f"{prefix}parametrizations.") for name in state_dict
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_together, is_plain
 from lightning_fp8.ops.operand import Fp8Operand
@@ -94,7 +95,7 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
 
 def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
     former = [_fitting(gemm, weight) for gemm, weight in stale]
-    new = cast_together(stale, former, record)
+    new = cast_together(stale, former, Phase.TRAINING if record else Phase.EVALUATION)
     targets, sources = [], []
     for former_cast, cast in zip(former, new, strict=True):
         if former_cast is None:

@@ -25,9 +25,9 @@ class Fp8Conv1D(Fp8Module, Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, nx]`` -> y ``[*, nf]``; see the class."""
-        weight, gemm, record = self.weight, self.fp8[""], self.records
+        weight, gemm, phase = self.weight, self.fp8[""], self.phase
         check_input(self, "input", x, weight)
-        return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)
+        return fp8_linear(gemm, x, cast_weight(gemm, weight, phase), self.bias, phase)
 
     def __repr__(self) -> str:
         return f"Fp8Conv1D(nf={self.nf}, nx={self.nx}, {self.extra_repr()})"

@@ -20,8 +20,9 @@ from lightning_fp8.modules.functional import (
     fp8_linear,
     output_dtype,
 )
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.cuda.groups import has_kernels
-from lightning_fp8.ops.formats import CASTABLE_DTYPES
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, DELAYED_ROLES
 from lightning_fp8.ops.groups import cast_groups_operand, groups_of, linear_groups
 from lightning_fp8.ops.library import is_exporting, on_gpu
 from lightning_fp8.ops.operand import Groups
@@ -110,9 +111,14 @@ class Fp8Experts(Fp8Module):
         first, *others = self.fp8.values()
         slots, precision = first.slots, first.precision
         is_partial = not precision.in_fp8 or precision.in_bf16 or first.model.counts.values is not None
-        if is_partial or slots["input", True].current.blocks or any(gemm.precision != precision for gemm in others):
+        if (
+            is_partial
+            or slots["input", Phase.TRAINING].current.blocks
+            or any(gemm.precision != precision for gemm in others)
+        ):
             return False
-        output, formats = output_dtype(x), (slots["input", True].format, slots["grad_output", True].format)
+        output = output_dtype(x)
+        formats = tuple(slots[role, Phase.TRAINING].format for role in DELAYED_ROLES)
         for name, dtype in zip(stack_names(self), (x.dtype, output), strict=True):
             stack = cast(Tensor, getattr(self, name))
             dtypes = dtype, output, stack.dtype
@@ -121,15 +127,15 @@ class Fp8Experts(Fp8Module):
         return True
 
     def _product_of_groups(self, name: str, x: Tensor, groups: Groups) -> Tensor:
-        stack, record = cast(Tensor, getattr(self, name)), self.records
+        stack, phase = cast(Tensor, getattr(self, name)), self.phase
         gemms = [self.fp8[f"{name}.{expert}"] for expert in range(len(stack))]
         check_whole(gemms[0], stack)
         check_input(self, f"input of {name}", x, stack.detach()[0])
-        operand, slots = cast_stack(gemms, stack, record), gemms[0].stack_slots
-        dtype, dy = output_dtype(x), slots["grad_output", record]
+        operand, slots = cast_stack(gemms, stack, phase), gemms[0].stack_slots
+        dtype, dy = output_dtype(x), slots["grad_output", phase]
         bias = self._bias_for_groups(name, operand.by_rows.shape[:2], dtype)
         keep = stack.requires_grad and torch.is_grad_enabled()
-        x_fp8 = cast_groups_operand(x.detach(), slots["input", record], groups, keep)
+        x_fp8 = cast_groups_operand(x.detach(), slots["input", phase], groups, keep)
         y: Tensor = linear_groups(x, stack, bias, x_fp8, operand, groups, dy, dtype, self.weight_is_k_by_n)
         return y
 
@@ -192,9 +198,9 @@ class Fp8Experts(Fp8Module):
         return bias
 
     def _product(self, name: str, expert: int, x: Tensor, stack: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        gemm, record = self.fp8[f"{name}.{expert}"], self.records
+        gemm, phase = self.fp8[f"{name}.{expert}"], self.phase
         check_input(self, f"input of {name}", x, weight)
-        return fp8_linear(gemm, x, cast_weight(gemm, stack, record, weight), bias, record)
+        return fp8_linear(gemm, x, cast_weight(gemm, stack, phase, weight), bias, phase)
 
     def _activated(self, h: Tensor) -> Tensor:
         return self._apply_gate(h) if self.has_gate else self.act_fn(h)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +25,7 @@ from lightning_fp8.modules.functional import (
 )
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.operand import Layer
 
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -142,40 +142,32 @@ def _run_fused(
     parts = [cast(Fp8Module, layer) for layer in layers]
     for part in parts[:-1]:
         check_input(part, "input", x, _weight(part))
-    gemms, record, dtype = [part.fp8[""] for part in parts], parts[0].records, output_dtype(x)
-    *first, last = [_as_layer(part, record, dtype) for part in parts]
+    gemms, phase, dtype = [part.fp8[""] for part in parts], parts[0].phase, output_dtype(x)
+    *first, last = [_as_layer(part, phase, dtype) for part in parts]
     with_gradients = torch.is_grad_enabled()
-    x_fp8 = cast_input(gemms[0], x, record, with_gradients and any(layer.weight.requires_grad for layer in first))
+    x_fp8 = cast_input(gemms[0], x, phase, with_gradients and any(layer.weight.requires_grad for layer in first))
     for gemm in gemms[1:-1]:
         # it takes the same cast
         let_go_of_input(gemm)
-    with _no_evaluation(gemms[0], record):
-        y, *_ = operator(
-            x,
-            *first,
-            last,
-            x_fp8,
-            gemms[-1].slots["input", record],
-            *(gemm.slots["grad_output", record] for gemm in gemms),
-            *activation,
-            with_gradients and last.weight.requires_grad,
-            with_gradients,
-            dtype,
-        )
+    y, *_ = operator(
+        x,
+        *first,
+        last,
+        x_fp8,
+        gemms[-1].slots["input", phase],
+        *(gemm.slots["grad_output", phase] for gemm in gemms),
+        *activation,
+        with_gradients and last.weight.requires_grad,
+        with_gradients,
+        dtype,
+    )
     return y
 
 
-def _no_evaluation(gemm: Gemm, record: bool) -> AbstractContextManager[None]:
-    """For an operator in a forward with gradients: autograd runs it without, which must not count as an evaluation."""
-    if record or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return nullcontext()
-    return gemm.model.notices.silent()
-
-
-def _as_layer(layer: Fp8Module, record: bool, dtype: torch.dtype) -> Layer:
+def _as_layer(layer: Fp8Module, phase: Phase, dtype: torch.dtype) -> Layer:
     """The layer's weight, its cast, and its bias for outputs of this dtype."""
     gemm, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
-    weight, operand, is_kept = cast_weight(gemm, _weight(layer), record)
+    weight, operand, is_kept = cast_weight(gemm, _weight(layer), phase)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, weight.shape[0])
     return Layer(weight, bias, bias_value, operand)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, frozen, is_frozen
 from lightning_fp8.modules.gemm import Gemm, Layer
-from lightning_fp8.modules.stamp import Stamped
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.operand import Fp8Operand
 
 
@@ -38,7 +38,7 @@ def _note(gemm: Gemm, parameter: Fp8Parameter) -> None:
     # other values that are loaded are rounded as the recipe says
     parameter.content.blocks = gemm.weight_scaling.blocks
     weight = cast(Fp8Parameter, gemm.matrix(parameter))
-    gemm.state.record_weight(gemm.slots["weight", True].index, *weight.content.amax_and_scale())
+    gemm.state.record_weight(gemm.slots["weight", Phase.TRAINING].index, *weight.content.amax_and_scale())
 
 
 def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
@@ -110,19 +110,12 @@ def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, Fp8Parameter
 
 
 def replace_weight(layer: nn.Module, gemms: Sequence[Gemm], former: Tensor, new: nn.Parameter) -> None:
-    """Replace one of the layer's own parameters, which these GEMMs use, by one whose casts are the same, so that the
-    histories belong to it.
-    """
-    were_known = [gemm.is_known() for gemm in gemms]
+    """Replace one of the layer's own parameters, which these GEMMs use, by one whose casts are the same."""
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new
-    for gemm, was_known in zip(gemms, were_known, strict=True):
+    for gemm in gemms:
         gemm.on_sharding(new)
-        # nothing may keep the memory of the former one
-        gemm.reference = Stamped()
-        if was_known:
-            gemm.refer()
 
 
 def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:

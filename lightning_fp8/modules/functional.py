@@ -17,6 +17,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
 from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
@@ -55,7 +56,7 @@ class Fp8Weight(NamedTuple):
         splits_block = in_tiles or rows.start % side or rows.stop % side
         if of.weight_scaling.blocks and splits_block and not is_held(of.weight):
             # without the state, which must keep the amax and scale of the whole weight
-            slot = of.slots["weight", False]._replace(state=None)
+            slot = of.slots["weight", Phase.EVALUATION]._replace(state=None)
             return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
         if operand.scale_inv.dim() and len(operand.scale_inv) > 1:
             scales = operand.scale_inv
@@ -77,7 +78,7 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == len(tensor) else tensor[rows]
 
 
-def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None = None) -> Fp8Weight:
+def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None = None) -> Fp8Weight:
     """The FP8 cast of a weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed.
 
     Where the weight is a matrix of a parameter ``[E, N, K]``, ``part`` is that matrix, for autograd.
@@ -96,16 +97,15 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = torch.is_grad_enabled()
-    may_keep = weight_cast.is_kept and (record or weight_cast.assumptions > 0) and can_keep_copies(parameter)
+    trains = phase is Phase.TRAINING
+    may_keep = weight_cast.is_kept and (trains or weight_cast.assumptions > 0) and can_keep_copies(parameter)
     operand = weight_cast.get(parameter) if may_keep else None
     if (
         operand is not None
         and (not keep_columns or operand.by_columns.dim() == 2)
-        and (parameter.requires_grad or not _must_count(gemm, record))
+        and (parameter.requires_grad or not _must_count(gemm, phase))
     ):
         return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, operand, True)
-    if not torch.compiler.is_compiling():
-        gemm.model.on_stale_weight(gemm)
     check_same_device(gemm, parameter)
     if is_held(parameter):
         return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
@@ -117,10 +117,10 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     # `functional_call` may have lent the layer another weight
     if weight_cast.compiled_cast_is_current and is_dynamo_compiling() and parameter is weight_cast.compiled_from:
         return Fp8Weight(weight, weight_cast.compiled_cast)
-    operand = cast_stale(gemm, parameter) if may_keep and record else None
+    operand = cast_stale(gemm, parameter) if may_keep and trains else None
     if operand is None:
         with normal_tensors() if may_keep else nullcontext():
-            operand = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", record], keep_columns)
+            operand = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", phase], keep_columns)
         if may_keep:
             weight_cast.put(parameter, operand)
             if weight_cast.assumptions and not on_gpu(parameter):
@@ -129,33 +129,32 @@ def cast_weight(gemm: Gemm, parameter: Tensor, record: bool, part: Tensor | None
     return Fp8Weight(weight, operand, may_keep)
 
 
-def cast_stack(gemms: Sequence[Gemm], stack: Tensor, record: bool) -> Fp8Operand:
+def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Fp8Operand:
     """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``.
 
     Without gradients the payload by columns may be empty, ``[E, 0]``.
     """
     weight_cast = gemms[0].weight_cast
-    may_keep = weight_cast.is_kept and isinstance(stack, nn.Parameter) and (record or weight_cast.assumptions > 0)
+    trains = phase is Phase.TRAINING
+    may_keep = weight_cast.is_kept and isinstance(stack, nn.Parameter) and (trains or weight_cast.assumptions > 0)
     may_keep = may_keep and can_keep_copies(stack)
-    if may_keep and (record or weight_cast.get(stack) is not None):
+    if may_keep and (trains or weight_cast.get(stack) is not None):
         parts = zip(gemms, stack.detach().unbind(), strict=True)
-        operands = [cast(Fp8Operand, cast_weight(gemm, stack, record, part).operand) for gemm, part in parts]
+        operands = [cast(Fp8Operand, cast_weight(gemm, stack, phase, part).operand) for gemm, part in parts]
     else:
-        if not torch.compiler.is_compiling():
-            gemms[0].model.on_stale_weight(gemms[0])
         check_same_device(gemms[0], stack)
         together, keep = [(gemm, stack) for gemm in gemms], torch.is_grad_enabled()
         with normal_tensors() if may_keep else nullcontext():
-            operands = cast_together(together, [None] * len(gemms), record, keep)
+            operands = cast_together(together, [None] * len(gemms), phase, keep)
         for gemm, operand in zip(gemms, operands, strict=True) if may_keep else ():
             gemm.weight_cast.put(stack, operand)
     rows, columns, scale_inv = map(as_stack, list(zip(*operands, strict=True))[:3])
     return Fp8Operand(rows, columns, scale_inv, scale_inv, operands[0].format)
 
 
-def _must_count(gemm: Gemm, record: bool) -> bool:
+def _must_count(gemm: Gemm, phase: Phase) -> bool:
     """Whether a frozen weight is cast again, so that each step counts its losses."""
-    return record and gemm.model.counts.values is not None
+    return phase is Phase.TRAINING and gemm.model.counts.values is not None
 
 
 def _needs_cast(precision: LayerPrecision) -> bool:
@@ -184,29 +183,27 @@ def check_same_device(gemm: Gemm, parameter: Tensor) -> None:
 
 
 def cast_input(
-    gemm: Gemm, x: Tensor, record: bool, keep: bool, by_rows: bool = True, watched: bool = True
+    gemm: Gemm, x: Tensor, phase: Phase, keep: bool, by_rows: bool = True, watched: bool = True
 ) -> Fp8Operand:
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
     changes, nor does a trace show them; with gradients, AOTAutograd merges casts that have the same arguments.
     """
-    shared, slot = gemm.shared_input, gemm.slots["input", record]
+    shared, slot = gemm.shared_input, gemm.slots["input", phase]
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
     if shared is None or torch.compiler.is_compiling() or x.is_inference():
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
-    circumstances = record, gemm.model.changes, gemm.model.histories_fit
+    circumstances = phase, gemm.model.changes
     operand: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
     if operand is None or (keep and operand.by_columns.dim() != 2) or (by_rows and operand.by_rows.dim() != 2):
         by_columns = keep or (torch.is_grad_enabled() and gemm.sharers_need_columns())
         operand = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
-        # a cast that records may begin the histories anew
-        circumstances = record, gemm.model.changes, gemm.model.histories_fit
         shared.put("fp8", gemm.module, x, circumstances, operand)
     return operand
 
 
-def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool) -> Tensor:
+def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, phase: Phase) -> Tensor:
     """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
 
     A layer that fell back computes in that dtype throughout, and so do those products that are not in FP8.
@@ -216,17 +213,17 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, re
     """
     dtype, (parameter, operand, is_kept) = output_dtype(x), weight
     if operand is None or gemm.precision.in_bf16:
-        return _linear_in_part(gemm, x, weight, bias, record, dtype)
+        return _linear_in_part(gemm, x, weight, bias, phase, dtype)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.by_rows.shape[0])
     watched, keep = is_watched(x), parameter.requires_grad and torch.is_grad_enabled()
-    x_fp8 = cast_input(gemm, x, record, keep, watched=watched)
-    dy = gemm.slots["grad_output", record]
+    x_fp8 = cast_input(gemm, x, phase, keep, watched=watched)
+    dy = gemm.slots["grad_output", phase]
     linear = ops.linear if watched else ops.linear.cpu
     return linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
 
 
 def _linear_in_part(
-    gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, record: bool, dtype: torch.dtype
+    gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, phase: Phase, dtype: torch.dtype
 ) -> Tensor:
     """Like :func:`fp8_linear`, for a layer with products that are not in FP8: all of them if it fell back."""
     (parameter, operand, is_kept), precision = weight, gemm.precision
@@ -236,11 +233,11 @@ def _linear_in_part(
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
     fprop, dgrad, wgrad = (product in precision.in_bf16 for product in PRODUCTS)
     nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
-    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["input", True].format)
-    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["weight", True].format)
+    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["input", Phase.TRAINING].format)
+    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["weight", Phase.TRAINING].format)
     keep = with_gradients and parameter.requires_grad
     if not fprop or (keep and not wgrad):
-        x_operand = cast_input(gemm, x, record, keep and not wgrad, not fprop)
+        x_operand = cast_input(gemm, x, phase, keep and not wgrad, not fprop)
     else:
         let_go_of_input(gemm)
     if fprop or (keep and wgrad):
@@ -254,7 +251,7 @@ def _linear_in_part(
             by_rows=plain if fprop else w_operand.by_rows, by_columns=plain.t() if dgrad else w_operand.by_columns
         )
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, len(parameter))
-    dy = gemm.slots["grad_output", record]
+    dy = gemm.slots["grad_output", phase]
     return ops.linear(x, parameter, bias, bias_value, x_operand, w_operand, dy, dtype)  # type: ignore[no-any-return]
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.phase import Phase, uses_training_scale
 from lightning_fp8.modules.shared_input import SharedInput
-from lightning_fp8.modules.stamp import Stamped, is_sharded, stamps
+from lightning_fp8.modules.stamp import is_sharded
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot
@@ -39,7 +40,7 @@ class Layer(Protocol):
     def gemms(self) -> list[tuple[Gemm, Tensor]]: ...  # noqa: D102
 
     @property
-    def records(self) -> bool: ...  # noqa: D102
+    def phase(self) -> Phase: ...  # noqa: D102
 
 
 class _Owner(NamedTuple):
@@ -56,15 +57,14 @@ class Gemm:
         state: the scaling state shared by all converted modules of the model.
         module: position of the layer among these modules.
         precision: which of the products run in FP8.
-        slots: the places of its tensors in the state, by role and by whether a cast records. Made again when anything
-            in them changes; one tuple serves all forwards.
+        slots: the places of its tensors in the state, by role and by what a forward is part of. Made again when
+            anything in them changes; one tuple serves all forwards.
         stack_slots: the same for the tensors of all matrices of a stack, where this is the first one.
         weight_cast: the FP8 cast of the weight, as it is kept between forwards.
         bias_cast: the bias in the 16-bit dtype that torch's GEMM takes.
         shared_input: the input, if other layers take the same tensor; it is recorded in the row of the first of
             them.
         split_over: by role, the name of the process group that the tensor is split over.
-        reference: the weight that the histories belong to; None until it is known.
     """
 
     def __init__(self, state: ScalingState, module: int) -> None:
@@ -75,15 +75,12 @@ class Gemm:
         self.bias_cast: KeptCast[Tensor] = KeptCast()
         self.shared_input: SharedInput | None = None
         self.split_over: dict[Role, str] = {}
-        self.reference: Stamped | None = None
         self._owner: _Owner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy belongs to the copied layer, whose `__setstate__` sets the owner; its histories belong to its weight as
-        # they do here
-        reference = None if self.reference is None or self.is_known() else Stamped()
+        # a copy belongs to the copied layer, whose `__setstate__` sets the owner
         state = {name: value for name, value in self.__dict__.items() if name not in ("slots", "stack_slots")}
-        return {**state, "_owner": None, "reference": reference}
+        return {**state, "_owner": None}
 
     def belong_to(self, layer: Layer, name: str) -> None:
         """Set the layer that owns the GEMM, and the layer's name for it."""
@@ -95,8 +92,18 @@ class Gemm:
         self.on_sharding(weight)
         self.model.join(self)
         self.place()
-        if self.reference is None:
-            self.refer()
+
+    def move(self, state: ScalingState, module: int, shared: SharedInput | None) -> None:
+        """Take another place in a state that has taken over what the former one had of the layer.
+
+        What is kept of the weight stays.
+        """
+        if state is not self.state:
+            self.model.leave(self)
+        self.state, self.module, self.precision = state, module, state.precisions[module]
+        self.shared_input = shared
+        self.model.join(self)
+        self.place()
 
     @property
     def model(self) -> Fp8Model:
@@ -139,7 +146,7 @@ class Gemm:
     @property
     def weight_scaling(self) -> CurrentScale:
         """How the weight is scaled by its values."""
-        return self.slots["weight", True].current
+        return self.slots["weight", Phase.TRAINING].current
 
     def matrix(self, weight: Tensor) -> Tensor:
         """This GEMM's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several ones."""
@@ -171,48 +178,11 @@ class Gemm:
         # while FSDP1 has gathered it, it is no parameter
         return cast(list[Tensor], sources) if sources and isinstance(sources[0], nn.Parameter) else []
 
-    def refer(self) -> None:
-        """The histories belong to the weight as it is now."""
-        sources = self.sources() if self.state.config.recipe.from_history else []
-        self.reference = Stamped(*sources) if sources else None
-
-    def is_known(self) -> bool:
-        """Whether the weight is the one that the histories belong to, as far as it can be known."""
-        reference, owner = self.reference, self._owner
-        if reference is not None and reference.plain is not None and owner is not None:
-            # the usual case takes a short path, as each forward of the model asks this of all weights
-            weight, version, address = reference.plain[:3]
-            layer = owner.layer()
-            is_same = layer is not None and layer._parameters.get(owner.parameter) is weight
-            # its `.data` may have become an inference tensor
-            if is_same and not weight.is_inference() and weight._version == version and weight.data_ptr() == address:
-                return True
-        sources = self.sources()
-        if not sources:
-            return not self.is_lent
-        return self.reference is not None and self.reference.key == stamps(sources)
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether a tensor that is no parameter takes the place of the weight, as in ``functional_call``."""
-        owner = self._owner
-        layer = None if owner is None else owner.layer()
-        weight = None if owner is None or layer is None else layer._parameters.get(owner.parameter)
-        # nor is one that FSDP1 has gathered
-        return weight is not None and not isinstance(weight, nn.Parameter) and not self.weight_cast.sharded
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a step may change the weight: whether it is not frozen, or still has a gradient."""
-        return any(source.requires_grad or source.grad is not None for source in self.sources())
-
     def on_step(self, changed: AbstractSet[int]) -> None:
-        """An optimizer has changed these parameters, given by ``id``: the histories remain valid for the weight."""
-        sources = self.sources()
-        if not changed.isdisjoint(map(id, sources)):
+        """An optimizer has changed these parameters, given by ``id``."""
+        if not changed.isdisjoint(map(id, self.sources())):
             # compiled code casts it from now on, until its compiled cast is current again
             self.weight_cast.compiled_cast_is_current = False
-            self.reference = Stamped(*sources) if self.state.config.recipe.from_history else None
 
     def drop_casts(self) -> None:
         """Keep no cast that was made before."""
@@ -223,33 +193,29 @@ class Gemm:
     # The slots
 
     def place(self) -> None:
-        """Make the slots again, as the state, its precisions or what the layer shares have changed.
-
-        A gradient that is not recorded belongs to another loss than those of training, as in saliency, attacks and
-        guidance: it is scaled by its own values.
-        """
+        """Make the slots again, as the state, its precisions or what the layer shares have changed."""
         state, recipe = self.state, self.state.recipe
-        self.slots: dict[tuple[Role, bool], Any] = {}
-        for record in (False, True):
+        self.slots: dict[tuple[Role, Phase], Any] = {}
+        for phase in Phase:
+            records = phase is Phase.TRAINING
             for role in ("input", "grad_output"):
-                history, current = self.model.scaling_of(
-                    self.precision, self.split_over.get(role, ""), record or role == "input"
+                current = self.model.scaling_of(
+                    self.precision, uses_training_scale(phase, role), self.split_over.get(role, "")
                 )
                 # one index tensor for all layers that share their input, so that a compiler can merge their casts
                 shared = self.shared_input if role == "input" else None
                 module = self.module if shared is None else shared.modules[0]
                 index = state.indices[state.row_of(module, role)]
                 fmt = recipe.format_of(role).name
-                self.slots[role, record] = Slot(
-                    state.scale, history, index, fmt, state, record, self.config.gemm, current
-                )
+                place = state.scale, state.amax_history, index, fmt, state, records
+                self.slots[role, phase] = Slot(*place, self.config.gemm, current, self.model.generation)
             index, fmt = state.indices[state.row_of(self.module, "weight")], recipe.format_of("weight").name
             current = CurrentScale(blocks=recipe.current.blocks)
-            self.slots["weight", record] = WeightSlot(index, fmt, state, record, current)
+            self.slots["weight", phase] = WeightSlot(index, fmt, state, records, current)
         if self.weight_cast.part == 0 and (stack := self.weight) is not None:
             self.stack_slots = {
-                (role, record): slot._replace(index=self.model.index_of(state.row_of(self.module, role), len(stack)))
-                for (role, record), slot in self.slots.items()
+                (role, phase): slot._replace(index=self.model.index_of(state.row_of(self.module, role), len(stack)))
+                for (role, phase), slot in self.slots.items()
                 if role != "weight"
             }
 

@@ -27,13 +27,13 @@ class LinearForward(Fp8Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see :class:`Fp8Linear`."""
-        weight, gemm, record = self.weight, self.fp8[""], self.training and torch.is_grad_enabled()
+        weight, gemm, phase = self.weight, self.fp8[""], self.phase
         fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
         if not fits or x.dtype not in CASTABLE_DTYPES:
             check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):
-            return parallel_linear(gemm, x, weight, self.bias, record)
-        return fp8_linear(gemm, x, cast_weight(gemm, weight, record), self.bias, record)
+            return parallel_linear(gemm, x, weight, self.bias, phase)
+        return fp8_linear(gemm, x, cast_weight(gemm, weight, phase), self.bias, phase)
 
 
 class Fp8Linear(LinearForward, nn.Linear):

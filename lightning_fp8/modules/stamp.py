@@ -1,8 +1,8 @@
-"""What a tensor is at a moment: the one rule by which its copies, and a model's histories, are known to be stale."""
+"""What a tensor is at a moment: the one rule by which its copies are known to be stale."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -38,19 +38,18 @@ class Stamped:
     """A stamp that is kept, with all whose ``id`` or address is in it, so that nothing else can get the same.
 
     Attributes:
-        key: the stamps of one or more tensors.
-        plain: one plain parameter, and what its stamp is made of; None for anything else.
+        key: the stamp.
+        plain: a plain parameter, and what its stamp is made of; None for anything else.
     """
 
     __slots__ = ("_held", "key", "plain")
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self.key: tuple[Hashable, ...] = stamps(tensors)
+    def __init__(self, tensor: Tensor) -> None:
+        self.key: tuple[Hashable, ...] = stamp(tensor)
         self.plain: tuple[Tensor, int, int, torch.dtype, torch.Size, tuple[int, ...]] | None = None
-        first = tensors[0] if len(tensors) == 1 else None
-        if type(first) is Parameter and not (first.is_inference() or is_sharded(first)):
-            self.plain = first, first._version, first.data_ptr(), first.dtype, first.shape, first.stride()
-        self._held = [*map(_held, tensors)]
+        if type(tensor) is Parameter and not (tensor.is_inference() or is_sharded(tensor)):
+            self.plain = tensor, tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        self._held = _held(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the stamp of ``tensor`` as it is now."""
@@ -65,11 +64,6 @@ class Stamped:
             and tensor.shape == shape
             and tensor.stride() == strides
         )
-
-
-def stamps(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """The stamps of tensors, comparable with :attr:`Stamped.key`."""
-    return stamp(tensors[0]) if len(tensors) == 1 else tuple(map(stamp, tensors))
 
 
 def _held(tensor: Tensor) -> object:

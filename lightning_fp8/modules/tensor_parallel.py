@@ -7,9 +7,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lightning_fp8.modules.functional import cast_weight, fp8_linear
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.phase import Phase
 
 
-def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
+def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, phase: Phase) -> Tensor:
     """``x @ weight^T + bias`` of distributed tensors: x ``[*, K]`` -> ``[*, N]``, distributed as their parts give it.
 
     - ``ColwiseParallel``: weight split by rows, x whole on each process; y is split along its last dimension.
@@ -33,11 +34,11 @@ def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None,
     by_rows = (Shard(x.dim() - 1),), (Shard(1),)
     if (tuple(x.placements), tuple(weight.placements)) == by_columns:
         gemm.split({"grad_output": mesh.get_group().group_name})
-        part = _local_linear(gemm, x.to_local(grad_placements=[Partial()]), weight, _local(bias, None), record)
+        part = _local_linear(gemm, x.to_local(grad_placements=[Partial()]), weight, _local(bias, None), phase)
         return DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False)
     if (tuple(x.placements), tuple(weight.placements)) == by_rows:
         gemm.split({"input": mesh.get_group().group_name})
-        part = _local_linear(gemm, x.to_local(), weight, None, record)
+        part = _local_linear(gemm, x.to_local(), weight, None, phase)
         whole_bias = _local(bias, Partial())
         if whole_bias is not None:
             # added to one of the partial sums; the other ranks get a gradient of zero, a partial sum as well
@@ -50,8 +51,8 @@ def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None,
     )
 
 
-def _local_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, record: bool) -> Tensor:
-    return fp8_linear(gemm, x, cast_weight(gemm, weight.to_local(), record), bias, record)
+def _local_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, phase: Phase) -> Tensor:
+    return fp8_linear(gemm, x, cast_weight(gemm, weight.to_local(), phase), bias, phase)
 
 
 def _local(tensor: Tensor | None, gradient: Placement | None) -> Tensor | None:

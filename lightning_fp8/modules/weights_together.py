@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import ops
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.operand import Fp8Operand
 
@@ -25,7 +26,7 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
         return None
     due = [(first, weight)]
     for gemm in cast(list[Gemm], list(first.model.gemms.values())):
-        other = gemm.weight if gemm is not first and _records(gemm) else None
+        other = gemm.weight if gemm is not first and _trains(gemm) else None
         if other is None or not is_plain(other, device):
             continue
         # experts run one after the other: the first to run casts all slices of its parameter
@@ -36,23 +37,23 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
     for gemm, _ in due:
         # drop the old casts first, so that the new ones can use their memory
         gemm.weight_cast.drop()
-    operands = cast_together(due, [None] * len(due), record=True)
+    operands = cast_together(due, [None] * len(due), Phase.TRAINING)
     for (gemm, tensor), operand in zip(due, operands, strict=True):
         gemm.weight_cast.put(tensor, operand, used=gemm is first)
     return operands[0]
 
 
 def cast_together(
-    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None], record: bool, keep: bool = True
+    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None], phase: Phase, keep: bool = True
 ) -> list[Fp8Operand]:
     """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
-    return ops.cast_weights(tensors, [gemm.slots["weight", record] for gemm, _ in weights], out, keep)
+    return ops.cast_weights(tensors, [gemm.slots["weight", phase] for gemm, _ in weights], out, keep)
 
 
-def _records(gemm: Gemm) -> bool:
+def _trains(gemm: Gemm) -> bool:
     layer = gemm.layer
-    return layer is not None and layer.records and gemm.precision.casts("weight")
+    return layer is not None and layer.phase is Phase.TRAINING and gemm.precision.casts("weight")
 
 
 def is_plain(weight: Tensor, device: object) -> bool:

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import Fp8Format
-from lightning_fp8.ops.operand import CurrentScale
+from lightning_fp8.ops.operand import CurrentScale, ScaleFrom
 
 FP32_MAX = torch.finfo(torch.float32).max
 # side length of a block, for tensors whose blocks each have a scale in fp32
@@ -50,6 +50,15 @@ def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     """``FP8_MAX / amax``; 1 where ``amax`` is not finite, so that finite elements survive."""
     # a tensor, because torch computes number / tensor as number * (1 / tensor), which rounds twice
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
+
+
+def own_scale(amax: Tensor, current: CurrentScale, fmt: Fp8Format) -> Tensor:
+    """The scale, ``[] float32``, of a tensor with this amax that uses no history."""
+    scale = scale_of_current(as_asked(amax, current), fmt)
+    if current.scale_from is ScaleFrom.OWN_VALUES_ROUNDED:
+        # the next number after 7 * 2^n is far enough from it that the rounded quotient stays below the power of two
+        return torch.where(amax > 0, power_of_2(scale), 1.0)
+    return scale
 
 
 def scale_below(fp8_max: Tensor, amax: Tensor, margin_factor: float) -> Tensor:

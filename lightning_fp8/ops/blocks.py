@@ -37,7 +37,7 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
     x = activate(x, activation)
     *tensors, largest = _both(x, FORMATS[slot.format], slot.current, layout)
     rows, columns, scale_inv, columns_scale_inv = tensors
-    amax, _, _ = slot.open()
+    amax, _ = slot.open()
     if amax is not None:
         record_amax(amax, slot.index, largest)
     count_if_asked(x, scale_inv, columns_scale_inv, slot, layout)

@@ -41,16 +41,25 @@ class CastCounts:
         one has stopped.
         """
         if self.values is None:
-            with torch.inference_mode(False):
-                self.values = torch.zeros(self._tensors, 4, dtype=torch.int64, device=self._device)
-                self.exponents = torch.full((self._tensors, 2), float("-inf"), device=self._device)
+            self._begin()
         self._requesters.add(id(requester))
+
+    def _begin(self) -> None:
+        with torch.inference_mode(False):
+            self.values = torch.zeros(self._tensors, 4, dtype=torch.int64, device=self._device)
+            self.exponents = torch.full((self._tensors, 2), float("-inf"), device=self._device)
 
     def stop(self, requester: object) -> None:
         """See :meth:`start`."""
         self._requesters.discard(id(requester))
         if not self._requesters:
             self.values = self.exponents = None
+
+    def resize(self, tensors: int) -> None:
+        """The state has this many tensors now; what has been counted is dropped."""
+        self._tensors = tensors
+        if self.values is not None:
+            self._begin()
 
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
@@ -77,7 +86,8 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
         scale: the scale of the cast, ``[] float32``, or in the shape of x.
         slot: the tensor's slot in the state.
     """
-    counts = None if slot.state is None else slot.state.model.counts.values
+    state = slot.live_state
+    counts = None if state is None else state.model.counts.values
     if counts is None:
         return
     # in parts on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
@@ -91,7 +101,8 @@ def note_exponents(scale_inv: Tensor, slot: Slot | WeightSlot) -> None:
 
     Blocks of zeros, whose scale_inv is below every normal number, and those that are NaN have no exponent.
     """
-    exponents = None if slot.state is None else slot.state.model.counts.exponents
+    state = slot.live_state
+    exponents = None if state is None else state.model.counts.exponents
     if exponents is None or not scale_inv.numel():
         return
     log2 = scale_inv.log2().where(scale_inv >= torch.finfo(torch.float32).tiny, float("nan"))
@@ -101,7 +112,7 @@ def note_exponents(scale_inv: Tensor, slot: Slot | WeightSlot) -> None:
 
 def is_counting(slot: Slot | WeightSlot) -> bool:
     """Whether the losses of this cast are counted."""
-    state = slot.state
+    state = slot.live_state
     return state is not None and state.model.counts.values is not None and slot.record
 
 

@@ -101,7 +101,10 @@ def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
         return constructor(*flat)
     *tensors, handle, record, how = flat
     fmt, gemm, current = parsed_how(how)
-    return constructor(*tensors, fmt, state_of(handle), record, *((gemm, current) if kind is Slot else (current,)))
+    state = state_of(handle)
+    if kind is WeightSlot:
+        return constructor(*tensors, fmt, state, record, current)
+    return constructor(*tensors, fmt, state, record, gemm, current, 0 if state is None else state.model.generation)
 
 
 def _arguments(kind: type[tuple[Any, ...]]) -> int:
@@ -117,9 +120,10 @@ def _in_parts(arguments: Iterable[Any]) -> list[Any]:
     leaves_process = is_exporting() or _get_tracing_state() is not None
     for argument in arguments:
         if isinstance(argument, (Slot, WeightSlot)):
-            handle = 0 if argument.state is None else argument.state.model.handle
+            state = argument.live_state
+            handle = 0 if state is None else state.model.handle
             if leaves_process:
-                refuse_recording_export(handle, argument.record)
+                refuse_recording_export(argument.record)
                 handle = 0
             if isinstance(argument, Slot):
                 flat.extend(argument[:3])

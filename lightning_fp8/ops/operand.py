@@ -6,6 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,18 +25,24 @@ class State(Protocol):
 
     scale: Tensor
     amax: Tensor
-    # the model at run time: `handle`, `counts`, `open_cast` and `on_export`
+    # the model at run time: `handle`, `counts` and `open_cast`
     model: Any
 
     def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
         """Called after each cast of a weight."""
 
 
-def take_handle(state: State) -> int:
-    """A number by which :func:`state_of` finds the state for as long as it exists."""
+def take_handle(state: State, former: int = 0) -> int:
+    """A number by which :func:`state_of` finds the state for as long as it exists, in place of its ``former`` one."""
     handle = next(_handles)
+    _states.pop(former, None)
     _states[handle] = state
     return handle
+
+
+def live_states() -> list[State]:
+    """All states of this process that still exist."""
+    return list(_states.values())
 
 
 def state_of(handle: int) -> State | None:
@@ -45,7 +52,7 @@ def state_of(handle: int) -> State | None:
 
 # dynamo calls this instead of tracing it: it would take `is_in_onnx_export` to be False, and warnings to be mutations
 @torch.compiler.assume_constant_result
-def refuse_recording_export(handle: int, record: bool) -> None:
+def refuse_recording_export(record: bool) -> None:
     """Called for each slot when a program is exported or traced. Such a program does not know the state.
 
     Raises:
@@ -61,9 +68,6 @@ def refuse_recording_export(handle: int, record: bool) -> None:
             "lightning_fp8: an exported or traced program cannot record amaxes, so its scales would not follow the"
             " training. Call `model.eval()` first, or trace under `torch.no_grad()`."
         )
-    state = state_of(handle)
-    if state is not None:
-        state.model.on_export()
 
 
 class Fp8Operand(NamedTuple):
@@ -182,8 +186,23 @@ BLOCKS = {
 }
 
 
+class ScaleFrom(IntEnum):
+    """What the scale of a tensor follows from; kernels take the number (``kernels_cuda/scales.cuh``).
+
+    Attributes:
+        HISTORY: past values, in training under a recipe with histories; while there are none, its own values.
+        OWN_VALUES: ``FP8_MAX / amax`` of the tensor itself.
+        OWN_VALUES_ROUNDED: the same, rounded down to a power of two, in evaluation: for a wide range of amaxes each
+            element has the same code, so it hardly depends on the other elements of the tensor.
+    """
+
+    HISTORY = 0
+    OWN_VALUES = 1
+    OWN_VALUES_ROUNDED = 2
+
+
 class CurrentScale(NamedTuple):
-    """How a tensor is scaled by its own values.
+    """How a tensor is scaled, and by which of its own values where it uses no history.
 
     Attributes:
         margin: powers of two kept free above the largest value.
@@ -191,13 +210,13 @@ class CurrentScale(NamedTuple):
             ``"float32"`` and ``"power of 2"`` are stored in fp32, ``"e8m0"`` as in :mod:`lightning_fp8.ops.e8m0`.
         group: the name of the process group that the tensor is split over; the largest amax of all parts is used. Empty
             if the tensor is not split.
-        always: whether every cast uses this scaling, rather than only those without a history.
+        scale_from: what the scale follows from.
     """
 
     margin: int = 0
     blocks: str = ""
     group: str = ""
-    always: bool = False
+    scale_from: ScaleFrom = ScaleFrom.OWN_VALUES
 
     @property
     def in_e8m0(self) -> bool:
@@ -217,14 +236,14 @@ class CurrentScale(NamedTuple):
 
 def how_in_words(format: str, gemm: str, current: CurrentScale) -> str:
     """All three in one string, as torch allows an operator at most 64 arguments; see :func:`parsed_how`."""
-    return f"{format},{gemm},{current.margin},{current.blocks},{int(current.always)},{current.group}"
+    return f"{format},{gemm},{current.margin},{current.blocks},{int(current.scale_from)},{current.group}"
 
 
 @functools.cache
 def parsed_how(words: str) -> tuple[str, str, CurrentScale]:
     """The arguments of :func:`how_in_words`."""
-    fmt, gemm, margin, blocks, always, group = words.split(",", 5)
-    return fmt, gemm, CurrentScale(int(margin), blocks, group, always == "1")
+    fmt, gemm, margin, blocks, scale_from, group = words.split(",", 5)
+    return fmt, gemm, CurrentScale(int(margin), blocks, group, ScaleFrom(int(scale_from)))
 
 
 class WeightSlot(NamedTuple):
@@ -244,19 +263,25 @@ class WeightSlot(NamedTuple):
     record: bool
     current: CurrentScale = CurrentScale()
 
+    @property
+    def live_state(self) -> State | None:
+        """The state: a weight is cast in a forward, whose slots are those of the model as it is."""
+        return self.state
+
 
 class Slot(NamedTuple):
     """The slot of one input or gradient.
 
     Attributes:
         scale: ``[R] float32``, of the state.
-        amax_history: ``[H, D] float32``, of the state, newest first; zeros for casts that use no history.
+        amax_history: ``[H, D] float32``, of the state, newest first.
         index: ``[1] int64``, the row of the tensor in the state.
         format: the FP8 format of the cast.
         state: its ``amax`` records the casts; None if it no longer exists, so that nothing is recorded.
         record: whether casts are recorded.
         gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
-        current: how the tensor is scaled by its own values, where it uses no history.
+        current: how the tensor is scaled.
+        generation: see :attr:`live_state`.
     """
 
     scale: Tensor
@@ -266,15 +291,27 @@ class Slot(NamedTuple):
     state: State | None
     record: bool
     gemm: str = "auto"
-    current: CurrentScale = CurrentScale()
+    current: CurrentScale = CurrentScale(scale_from=ScaleFrom.HISTORY)
+    generation: int = 0
 
-    def open(self) -> tuple[Tensor | None, bool, bool]:
+    @property
+    def live_state(self) -> State | None:
+        """The state, as long as its rows are those of the slot: none for a backward that begins before its model gets
+        further layers and ends after that, so that nothing is recorded in the rows of others."""
+        state = self.state
+        return state if state is not None and state.model.generation == self.generation else None
+
+    def open(self) -> tuple[Tensor | None, bool]:
         """See :meth:`lightning_fp8.scaling.model.Fp8Model.open_cast`."""
-        if self.state is None:
-            return None, True, False
-        return self.state.model.open_cast(  # type: ignore[no-any-return]
-            self.record, None if self.current.always else self.index
-        )
+        state = self.live_state
+        if state is None:
+            return None, False
+        return state.model.open_cast(self.record, self.index if self.uses_history else None)  # type: ignore[no-any-return]
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the scale is that of the tensor's history, where there is one."""
+        return self.current.scale_from is ScaleFrom.HISTORY
 
 
 def with_scale(scale: Tensor, format: str) -> Slot:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, as_asked, by_element, max_abs, per_row, scale_of_current
+from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, own_scale, per_row, scale_of_current
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, FEW_ELEMENTS, dequantize, has_nan, scaled_values, values_of
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
@@ -41,14 +41,14 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
 
 def _scale_to_use(x: Tensor, slot: Slot) -> tuple[Tensor, Tensor | None]:
     """The scale of this cast, and ``max|x|`` if it was needed. Host branches cost nothing on the CPU."""
-    row, (amax, may_use_history, _) = int(slot.index.item()), slot.open()
-    has_history = bool(slot.amax_history[0, row] > 0) and may_use_history
+    row, (amax, _) = int(slot.index.item()), slot.open()
+    has_history = slot.uses_history and bool(slot.amax_history[0, row] > 0)
     current = max_abs(x) if amax is not None or not has_history else None
     if amax is not None and current is not None:
         torch.maximum(amax[row], current, out=amax[row])
     if has_history or current is None:
         return slot.scale[row].clone(), current
-    return scale_of_current(as_asked(current, slot.current), FORMATS[slot.format]), current
+    return own_scale(current, slot.current, FORMATS[slot.format]), current
 
 
 def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from lightning_fp8.conversion.convert import carry_out_for_run, is_converted, scaling_state, unconvert
 from lightning_fp8.conversion.coverage import coverage
+from lightning_fp8.conversion.one_state import state_now
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.conversion.settings import checked_settings
 from lightning_fp8.dtypes.attention import DtypeMismatch
@@ -30,10 +30,8 @@ from lightning_fp8.plugins.loops import LoopWeights
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, arguments_of, as_torch_dtype, recipe_argument
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
-from lightning_fp8.scaling.model import Fp8Model
-from lightning_fp8.scaling.notices import FORWARDS_BEFORE_TRAINING
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
-from lightning_fp8.scaling.saved import REMEDY, load_entries
+from lightning_fp8.scaling.saved import REMEDY
 from lightning_fp8.scaling.state import ScalingState
 
 _NOT_UNDER_FSDP = "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or keep masters."
@@ -47,8 +45,9 @@ class Fp8Precision(PrecisionCore):
     anything else, to a Trainer or to Fabric.
 
     Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
-    autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward, never in
-    evaluation. The scaling state is part of the Lightning checkpoint. A model without a layer that can run in FP8, or
+    autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward. Evaluation
+    scales each tensor by its own values and changes no scale. The scaling state is part of the Lightning checkpoint,
+    unless that holds weights only. A model without a layer that can run in FP8, or
     whose layers the settings all exclude, trains without FP8, and a warning says why.
 
     Evaluation runs the same code as training (``nn.TransformerEncoder`` included), and the operands of
@@ -137,11 +136,8 @@ class Fp8Precision(PrecisionCore):
     @override
     def _forget_models(self) -> None:
         super()._forget_models()
-        self._states: list[ScalingState] = []
         # converted models without a forward so far: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
-        # models whose histories fitted their weights before the strategy moved these
-        self._fitting: Sequence[Fp8Model] = ()
         self._loop_weights = LoopWeights()
 
     @override
@@ -162,19 +158,15 @@ class Fp8Precision(PrecisionCore):
         if self._is_under_fsdp and any(map(is_frozen, module.parameters())):
             raise ValueError(_NOT_UNDER_FSDP)
         # before `store_parameters`, whose dtype may be wider: masters that are freed are never cast to it
-        state = self._convert(module)
+        is_in_fp8 = self._convert(module)
         store_parameters(module, self.param_dtype, self.keep_fp32)
-        if state is not None:
-            if not any(state is other for other in self._states):
-                self._states.append(state)
+        if is_in_fp8:
             self._not_run.append(weakref.ref(module))
-        if self._trainer is not None:
-            # DDP broadcasts the weights before `connect`: that changes no values
-            self._fitting = [state.model for state in self._states if state.model.look()]
 
-    def _convert(self, module: nn.Module) -> ScalingState | None:
+    def _convert(self, module: nn.Module) -> bool:
+        """Whether any layer runs in FP8."""
         try:
-            return self._convert_layers(module)
+            self._convert_layers(module)
         except NothingToConvertError as reason:
             # layers that an earlier run converted, and that these settings exclude
             unconvert(module)
@@ -183,9 +175,10 @@ class Fp8Precision(PrecisionCore):
                 f"{self.precision}: no layer runs in FP8, and the model computes in {self.compute_dtype}. If you want"
                 f' that, `precision="{without_fp8}"` does the same without this warning. The reason: {reason}'
             )
-            return None
+            return False
+        return True
 
-    def _convert_layers(self, module: nn.Module) -> ScalingState:
+    def _convert_layers(self, module: nn.Module) -> None:
         plan = conversion_plan(
             module,
             (*self.ignore_modules, *self.keep_fp32),
@@ -209,7 +202,6 @@ class Fp8Precision(PrecisionCore):
         if was_plain:
             _say_once(type(module).__qualname__, f"{self.precision}: {coverage(plan)}.")
             self._say_switched(state)
-        return state
 
     def _say_switched(self, state: ScalingState) -> None:
         """Name the layers that a checkpoint has moved to bf16 or to current scaling."""
@@ -222,6 +214,13 @@ class Fp8Precision(PrecisionCore):
                 )
 
     # Steps
+
+    @property
+    def _states(self) -> list[ScalingState]:
+        """The scaling states of the model of this Trainer's run, or of all models that Fabric has set up."""
+        references = self._attention.models[-1:] if self._trainer is not None else self._attention.models
+        models = (model for reference in references if (model := reference()) is not None)
+        return [*dict.fromkeys(state for model in models if (state := state_now(model)) is not None)]
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -271,26 +270,19 @@ class Fp8Precision(PrecisionCore):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        # only the state of this model: the plugin may have been used with another one before
-        self._states = [scaling_state(model)] if is_converted(model) else []
-        for fitting in self._fitting:
-            fitting.take_as_known()
-        self._fitting = ()
         self._loop_weights = LoopWeights(model)
         trainer = self._trainer
         is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         for state in self._states if is_fit else ():
             # a schedule belongs to one run
             state.end_schedule()
-        self._allow_forwards(math.inf if is_fit else 0)
         return super().connect(model, optimizers, lr_schedulers)
-
-    def _allow_forwards(self, before_training: float) -> None:
-        for state in self._states:
-            state.model.notices.forwards_before_training = before_training
 
     @contextmanager
     def _in_loop(self, record: bool) -> Iterator[None]:
+        if self._loop_weights.is_first_step(self._trainer):
+            # names layers that were added since the last loop
+            self._whole_state  # noqa: B018
         with self._loop_weights.in_step(self._trainer, record), self.forward_context():
             yield
 
@@ -300,8 +292,6 @@ class Fp8Precision(PrecisionCore):
 
     @override
     def val_step_context(self) -> Any:
-        if self._trainer is not None and not self._trainer.sanity_checking:
-            self._allow_forwards(0)
         return self._in_loop(record=False)
 
     @override
@@ -314,7 +304,8 @@ class Fp8Precision(PrecisionCore):
 
     @override
     def teardown(self) -> None:
-        self._allow_forwards(FORWARDS_BEFORE_TRAINING)
+        # names layers that were added in the run
+        self._whole_state  # noqa: B018
         for state in self._states:
             state.model.notices.on_end(state)
         self._loop_weights.end()
@@ -331,14 +322,21 @@ class Fp8Precision(PrecisionCore):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The scaling state, keyed by tensor name: empty before set-up, and where no layer runs in FP8."""
-        return self._states[0].state_dict() if self._states else {}
+        state = self._whole_state
+        return {} if state is None else state.state_dict()
+
+    @property
+    def _whole_state(self) -> ScalingState | None:
+        model = self._model
+        return scaling_state(model) if model is not None and is_converted(model) else None
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        strict = getattr(self._model, "strict_loading", True)
-        if self._states:
-            load_entries(self._states[0], state_dict, strict)
-            self._say_switched(self._states[0])
+        strict, state = getattr(self._model, "strict_loading", True), self._whole_state
+        # empty if no layer ran in FP8 in the run that saved it
+        if state is not None and state_dict:
+            state.load_state_dict(state_dict)
+            self._say_switched(state)
         elif state_dict:
             names = ", ".join(map(repr, list(state_dict)[:3]))
             reason = f"The checkpoint has FP8 scales ({names}, ...), but here no layer runs in FP8."

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.notices import warn_of_fabric, warn_of_trainer
-from lightning_fp8.plugins.scales import add_scales, keep_loaded_scales, take_scales, with_scales
+from lightning_fp8.plugins.scales import take_scales, with_scales
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
 from lightning_fp8.plugins.trainer import plugin_of
 
@@ -171,7 +171,7 @@ def _loading_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., di
     def load(fabric: Any, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
         request = dict(state) if isinstance(state, Mapping) else {}
         rest = original(fabric, path, state, strict, **kwargs)
-        take_scales(request, state, rest, strict)
+        take_scales(request, state, rest)
         return rest
 
     return load
@@ -189,8 +189,6 @@ _TRAINER = FrontEnd(
         *_annotations("trainer.trainer"),
         *_annotations("trainer.connectors.accelerator_connector"),
         ("strategies", "Strategy.setup_precision_plugin", _then(warn_of_trainer)),
-        ("trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", _then(add_scales)),
-        ("core.saving", "_load_state", _then(keep_loaded_scales)),
     ),
 )
 _FABRIC = FrontEnd(

@@ -36,8 +36,8 @@ class LoopWeights:
     @contextmanager
     def in_step(self, trainer: pl.Trainer | None, record: bool) -> Iterator[None]:
         """Context of one step of training (``record``) or evaluation; the first step of a loop drops all casts."""
-        fetcher = getattr(getattr(trainer, "_active_loop", None), "_data_fetcher", None)
-        if fetcher is None or self._fetcher is None or self._fetcher() is not fetcher:
+        fetcher = _fetcher_of(trainer)
+        if fetcher is None or self.is_first_step(trainer):
             self.drop()
             self._fetcher = None if fetcher is None else weakref.ref(fetcher)
             model = None if self._model is None else self._model()
@@ -47,6 +47,11 @@ class LoopWeights:
         assumed = self._casts() if fetcher is not None and not record else []
         with assume_unchanged(assumed), keep_compiled_casts(self._compiled if fetcher is not None else [], record):
             yield
+
+    def is_first_step(self, trainer: pl.Trainer | None) -> bool:
+        """Whether a loop of this Trainer begins with the next step."""
+        fetcher = _fetcher_of(trainer)
+        return fetcher is not None and (self._fetcher is None or self._fetcher() is not fetcher)
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Context of a forward that is recomputed inside backward."""
@@ -64,3 +69,7 @@ class LoopWeights:
         self.drop()
         for gemm in self._compiled:
             gemm.weight_cast.compiled_cast = gemm.weight_cast.compiled_from = None
+
+
+def _fetcher_of(trainer: pl.Trainer | None) -> Any:
+    return getattr(getattr(trainer, "_active_loop", None), "_data_fetcher", None)

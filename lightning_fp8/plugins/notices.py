@@ -1,4 +1,4 @@
-"""Warnings where the scales of a converted model would not be updated, or not be saved in a checkpoint."""
+"""Warnings where the scales of a converted model would not be updated in training."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ def warn_of_trainer(result: None, strategy: Strategy) -> None:
             f"{in_fp8} This Trainer neither updates their scales nor saves them. Train with"
             ' `Trainer(precision="fp8-delayed")`, make the layers plain again with `lightning_fp8.unconvert(model)`,'
             " or call `lightning_fp8.scaling_state(model).update()` in your own `on_before_optimizer_step`."
-        )
-    else:
-        rank_zero_warn(
-            f"{in_fp8} Their scales stay as they are, and this Trainer loads none from a checkpoint. For those of a"
-            ' checkpoint use `Trainer(precision="fp8-delayed")`; for results without FP8 call'
-            " `lightning_fp8.unconvert(model)` first."
         )
 
 

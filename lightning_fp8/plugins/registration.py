@@ -10,8 +10,7 @@ Lightning has no registry for precisions. This module replaces, and :func:`unreg
 - ``Strategy.setup_precision_plugin`` of the Trainer, ``setup`` and ``setup_module`` of Fabric: in addition they warn
   where the scales of a converted model would not be updated. The classes are patched rather than plugins, because
   plugins are copied and pickled and may be the user's own;
-- ``dump_checkpoint`` of the Trainer's connector and ``save`` of Fabric, which add scales to checkpoints without them;
-- ``_load_state``, by which ``load_from_checkpoint`` makes a model, and ``load`` of Fabric, which load or keep them.
+- ``save`` and ``load`` of Fabric, whose checkpoints do not hold the state of a plugin: they add and load the scales.
 
 The same is done for ``pytorch_lightning`` and ``lightning_fabric``, Lightning's other names, when they are imported.
 Our plugins and callbacks then also get Lightning's base classes of that name.

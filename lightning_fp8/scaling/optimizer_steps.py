@@ -10,11 +10,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
 class Stepped(Protocol):
@@ -22,9 +18,6 @@ class Stepped(Protocol):
 
     def sources(self) -> Iterator[Tensor]:
         """All parameters that its GEMMs' weights are, or are computed from."""
-
-    def on_step_begins(self) -> None:
-        """An optimizer is about to change its weights."""
 
     def on_step_ends(self, optimizer: int, weights: AbstractSet[int]) -> None:
         """An optimizer has changed these weights, all given by ``id``."""
@@ -66,19 +59,11 @@ def _models_of(optimizer: Optimizer) -> _Changed:
     return changed
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for model, _weights in _models_of(optimizer):
-        if (stepped := model()) is not None:
-            stepped.on_step_begins()
-
-
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     count_step()
-    # those that were found before the step
-    for model, weights in _changed_by.get(optimizer, (None, []))[1]:
+    for model, weights in _models_of(optimizer):
         if (stepped := model()) is not None:
             stepped.on_step_ends(id(optimizer), weights)
 
 
-register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

@@ -53,8 +53,8 @@ class Recipe:
 
     Attributes:
         precision: the string from which Lightning makes a plugin with this recipe and its defaults.
-        from_history: inputs and gradients are cast with the scale of their past values, which a checkpoint holds; else
-            with that of their own values, and checkpoints hold no scales.
+        from_history: in training, inputs and gradients are cast with the scale of their past values, which a checkpoint
+            holds; else with that of their own values, and checkpoints hold no histories.
         fprop, dgrad, wgrad: the precision of each of the three products: output, gradient of the input, gradient of
             the weight. ``"bf16"`` stands for the dtype of the output, which is fp32 for an fp32 input without autocast;
             the operands of such a product are rounded to that dtype and not cast to FP8. Keyword-only.
@@ -144,6 +144,8 @@ class _TensorScaling(Recipe):
 class DelayedScaling(_TensorScaling):
     """Scales from past steps: ``scale = FP8_MAX / (amax * 2**margin)``, with ``amax`` from a window of them.
 
+    In evaluation, a tensor is scaled by its own values instead: by the largest power of two up to ``FP8_MAX / amax``.
+
     The fields have the names that the usual reference implementation gives them, so a recipe can be copied. The default
     window was chosen by measurement (``docs/recipes.md``); in the reference it is 1024.
 
@@ -201,8 +203,8 @@ class CurrentScaling(_TensorScaling):
     """Scales each tensor by its own values: ``scale = FP8_MAX / (amax * 2**margin)``.
 
     A cast first measures the tensor, which is one more read of it. Nothing depends on earlier steps: no value is
-    clipped, a spike affects no later step, and an evaluation needs no scales from training. The logged
-    ``scale`` and ``amax`` are those of the largest values of the last step.
+    clipped, and a spike affects no later step. In evaluation the scale is rounded down to a power of two, without a
+    margin. The logged ``scale`` and ``amax`` are those of the largest values of the last step.
 
     Args:
         margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.precision import AS_SET, Choice, LayerPrecision, Origin
 from lightning_fp8.scaling.recipe import Recipe
-from lightning_fp8.scaling.saved import TENSORS, from_entries, to_entries
+from lightning_fp8.scaling.saved import from_entries, load_rows, to_entries
 from lightning_fp8.scaling.uneven_inputs import Updates, check_joined
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
+TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
 
 class ScalingState(Joinable):
@@ -59,6 +60,7 @@ class ScalingState(Joinable):
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
         indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
         updates: how many times :meth:`update` has run.
+        has_loaded: whether histories have been loaded since the last update: weights that are loaded next are theirs.
         model: the model at run time: what its casts have done, and who watches them. Copies get one of their own.
     """
 
@@ -80,7 +82,9 @@ class ScalingState(Joinable):
             self.scale = torch.ones(count, dtype=torch.float32, device=device)
             self.nonfinite_steps = torch.zeros(count, dtype=torch.int64, device=device)
             self.indices = tuple(torch.tensor([row], dtype=torch.int64, device=device) for row in range(count))
-        self.updates = 0
+        self.updates, self.has_loaded = 0, False
+        # entries of a loaded file for layers that the model does not have yet
+        self._waiting: dict[str, Mapping[str, Tensor]] = {}
         self.model = Fp8Model(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +94,8 @@ class ScalingState(Joinable):
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
         self.model = Fp8Model(self)
-        self._on_load()
+        self.model.on_histories_replaced()
+        self.model.notices.on_load(self)
 
     def __repr__(self) -> str:
         return f"ScalingState({len(self.names)} tensors of {len(self.module_names)} modules, {self.recipe})"
@@ -125,11 +130,6 @@ class ScalingState(Joinable):
     def cast_counts(self) -> CastCounts:
         """How many values casts clip or turn to zero, while counting is requested."""
         return self.model.counts
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether any history has been filled, known on the host without a sync."""
-        return self.model.has_scales
 
     @property
     def every_tensor_has_history(self) -> bool:
@@ -253,7 +253,8 @@ class ScalingState(Joinable):
             self.fill_sharers(self.amax.data)
             self.input_owners = dict(owners)
             self.model.on_input_owners()
-            self._join_histories()
+            self._equalise_sharers()
+            self._rescale()
             self.model.on_histories_replaced()
 
     def fill_sharers(self, recorded: Tensor) -> Tensor:
@@ -264,20 +265,17 @@ class ScalingState(Joinable):
         return recorded
 
     @torch.no_grad()
-    def _join_histories(self) -> None:
-        """Give inputs that are the same tensor the same history: the owner's or, if that is empty, a sharer's.
+    def _equalise_sharers(self) -> None:
+        """Give inputs that are the same tensor the same history: of each entry, the largest that a layer of theirs has.
 
-        In a checkpoint of layers that recorded separately, the history of a layer that never ran in FP8 is empty.
+        A layer that is new, or that fell back before it shared its input, has none.
         """
-        filled = (self.amax_history[0] > 0).tolist()
-        pairs = [(self.row_of(user, "input"), self.row_of(owner, "input")) for user, owner in self.input_owners.items()]
-        for sharer, owner in pairs:
-            # these may be amaxes of micro-batches that wait for their update; inf and NaN stay
-            self.amax.data[owner] = torch.maximum(self.amax[owner], self.amax[sharer])
-            if filled[sharer] and not filled[owner]:
-                self._copy_rows([owner], self, [sharer])
-                filled[owner] = True
-        self._copy_rows([sharer for sharer, _ in pairs], self, [owner for _, owner in pairs])
+        recorded = self.amax.data, self.amax_history.data.t(), self.nonfinite_steps.data
+        for tensor in recorded if self.input_owners else ():
+            for sharer, owner in self.input_owners.items():
+                mine, its = tensor[self.row_of(owner, "input")], tensor[self.row_of(sharer, "input")]
+                mine.copy_(torch.maximum(mine, its))
+            self.fill_sharers(tensor)
 
     def _copy_rows(self, rows: Sequence[int], other: ScalingState, other_rows: Sequence[int]) -> None:
         """Copy tensors of one role."""
@@ -302,7 +300,15 @@ class ScalingState(Joinable):
 
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
+
+        Raises:
+            RuntimeError: if the state has no layers any more.
         """
+        if self.model.has_ended:
+            raise RuntimeError(
+                "This scaling state has no layers any more: they are plain again, or belong to the state of a larger"
+                " model. Ask for it where you use it: `lightning_fp8.scaling_state(model).update()`."
+            )
         recipe = self.config.recipe
         if self.input_owners:
             self.fill_sharers(self.amax.data)
@@ -330,6 +336,7 @@ class ScalingState(Joinable):
         if self.model.current_rows is not None:
             self._show_current_scales(self.model.current_rows)
         self.updates += 1
+        self.has_loaded = False
         self.model.on_update()
 
     def _show_current_scales(self, rows: Tensor) -> None:
@@ -346,43 +353,92 @@ class ScalingState(Joinable):
         self.model.changes += 1
 
     @torch.no_grad()
-    def empty_histories(self) -> None:
-        """The next cast of each tensor uses its own current amax, as its first one did. Never waits for the device."""
-        self.amax_history.data.zero_()
-        self.scale.data[: self.delayed].fill_(1)
-        self.amax.data[: self.delayed].zero_()
+    def reset(self) -> None:
+        """Empty all histories: the next cast of each tensor uses its own values, as its first one did. Counters of
+        non-finite steps stay, and layers stay where they were moved."""
+        self.empty_histories(range(len(self.module_names)))
+
+    @torch.no_grad()
+    def empty_histories(self, modules: Iterable[int]) -> None:
+        """The next cast of each tensor of these modules uses its own values, whichever layers share an input with them.
+
+        Never waits for the device.
+        """
+        emptied, owners = list(modules), self.input_owners
+        firsts = {owners.get(module, module) for module in emptied}
+        inputs = firsts.union(sharer for sharer, owner in owners.items() if owner in firsts)
+        rows = [self.row_of(module, "input") for module in inputs]
+        for row in (*rows, *(self.row_of(module, "grad_output") for module in emptied)):
+            self.amax_history.data[:, row].zero_()
+            self.scale.data[row].fill_(1)
+            self.amax.data[row].zero_()
         self.model.on_emptied()
 
+    def arrange(self, module_names: Sequence[str], sources: Mapping[int, tuple[ScalingState, int]]) -> None:
+        """Have these modules from now on, in this order. The object stays the same, with all who watch it.
+
+        Args:
+            module_names: path of each module.
+            sources: by position here, the state and the position there of a module that keeps what it has. The others
+                begin empty, or with what a loaded file had for their names.
+        """
+        new = ScalingState(module_names, self.recipe, self.device)
+        new._copy_modules(sources)
+        for field in ("module_names", "precisions", "fp8_max", "indices", *TENSORS):
+            setattr(self, field, getattr(new, field))
+        self.input_owners = {}
+        self.model.on_arrangement()
+        rows = {row: self._waiting.pop(name, {}) for row, name in enumerate(self.names[: self.delayed])}
+        came = {row: entry for row, entry in rows.items() if entry and self.module_of(row) not in sources}
+        if came:
+            load_rows(self, came)
+            self._on_load()
+
+    @torch.no_grad()
     def _on_load(self) -> None:
-        self.model.on_histories_replaced()
+        self._equalise_sharers()
         self.model.on_precisions()
+        self._rescale()
+        self.model.on_histories_replaced()
         self.model.notices.on_load(self)
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """A copy on the CPU, keyed by tensor name, of inputs and gradients: ``amax``, ``scale``, ``nonfinite_steps``,
-        the filled part of ``amax_history``, newest first, ``in_fp8`` and ``is_current``. With a recipe without
-        histories, only ``nonfinite_steps`` and ``in_fp8``: its casts need nothing else. Histories of other weights than
-        those that the model has now are left out.
+    def _rescale(self) -> None:
+        """Compute the scales that follow from the histories."""
+        delayed, recipe = slice(self.delayed), self.recipe
+        newest = self.amax_history[0]
+        amax = newest if recipe.newest_only else self.amax_history.amax(dim=0)
+        scale = scale_below(self.fp8_max[delayed], amax, 2.0**recipe.current.margin)
+        self.scale.data[delayed] = scale.where(newest > 0, 1.0)
+        if self.model.current_rows is not None:
+            self._show_current_scales(self.model.current_rows)
 
-        Plain dicts and tensors, so ``torch.load(weights_only=True)`` reads it.
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """A copy on the CPU, by tensor name, of what a run needs to go on: for each input and gradient ``amax_history``
+        (``[recipe.window] float32``, newest first, zeros where nothing has been pushed yet), ``nonfinite_steps``,
+        ``in_fp8`` and ``is_current`` (where its layer was moved). A recipe without histories has only
+        ``nonfinite_steps`` and ``in_fp8``.
+
+        Names and shapes do not depend on the steps made. Plain dicts and tensors, so ``torch.load(weights_only=True)``
+        reads it, and ``torch.distributed.checkpoint`` loads it in place.
         """
         return to_entries(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the values of :meth:`state_dict`, and which modules fell back or moved to current scaling.
 
-        A shorter window keeps the newest entries; entries of weights, which versions up to 0.5.0 wrote, are ignored.
+        Scales are computed anew, so the recipe may have another margin, window, algorithm or format; a shorter window
+        keeps the newest entries. Layers that only the model has begin without histories; entries that only the file has
+        wait for a layer of that name; a warning names both. Amaxes that wait for an update are dropped.
 
         Raises:
-            ValueError: if the entries are not those of this model's tensors, or one is malformed; the message names
-                them, and nothing has been changed.
+            ValueError: if no entry is that of a tensor of this model, or one is malformed or of another version; the
+                message names both sides, and nothing has been changed.
         """
-        from_entries(self, state_dict)
-        self._join_histories()
-        self.model.on_scales_loaded()
+        self._waiting = from_entries(self, state_dict)
         self._on_load()
+        self.has_loaded = True
 
-    def copy_modules(self, modules: Mapping[int, tuple[ScalingState, int]]) -> None:
+    def _copy_modules(self, modules: Mapping[int, tuple[ScalingState, int]]) -> None:
         """Take over modules' tensors: for a position here, a state with the same recipe and the position there."""
         by_state: dict[ScalingState, dict[int, int]] = {}
         for here, (other, there) in modules.items():
@@ -396,8 +452,6 @@ class ScalingState(Joinable):
                 mine, its = self.precisions[here], other.precisions[there]
                 mine.may_fall_back = its.may_fall_back
                 mine.choose(its.choices)
-        if by_state:
-            self._on_load()
 
 
 def tensor_name(path: str, role: Role) -> str:

@@ -20,11 +20,6 @@ class Updates(JoinHook):
     def main_hook(self) -> None:
         self._state.update()
 
-    @override
-    def post_hook(self, is_last_joiner: bool) -> None:
-        # DDP has broadcast the weights to the processes that had no inputs
-        self._state.model.take_as_known()
-
 
 def check_joined(state: _JoinConfig) -> None:
     """RuntimeError if processes that run out of inputs would not take part in the updates of the others."""

@@ -25,7 +25,6 @@ from lightning_fp8 import (
     Fp8Precision,
     convert,
     describe,
-    load_scales,
     scaling_state,
     unconvert,
 )
@@ -94,18 +93,6 @@ def test_a_plugin_converts_them_on_request(requested: bool) -> None:
     # False leaves a model as it is
     Fp8Precision(min_features=1).convert_module(model)
     assert is_fp8(adapter_layers(convert(model))) == {requested}
-
-
-def test_scales_of_converted_adapters_fit_only_converted_adapters() -> None:
-    model, batch = adapted("llama", "plain")
-    step(convert(model, adapters=True), batch)
-    saved = {"scaling": scaling_state(model).state_dict()}
-    fresh, _ = adapted("llama", "plain")
-    with pytest.raises(ValueError, match=r"lora_A.*`ignore_modules`, `min_features`, `adapters`"):
-        load_scales(fresh, saved)
-    assert is_fp8(list(fresh.modules())) == {False}
-    load_scales(convert(fresh, adapters=True), saved)
-    assert torch.equal(scaling_state(fresh).amax_history, scaling_state(model).amax_history)
 
 
 # --- the numbers ---
@@ -199,9 +186,8 @@ def test_training_after_a_merge_sees_the_merged_weights(name: str, kind: str, or
         assert abs(loss - plain(**batch).loss) < 0.05 * loss
 
 
-def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -> None:
+def test_another_adapter_is_evaluated_as_exactly_as_the_former() -> None:
     """Outputs of the former adapter, of the other one, and of that after a step, relative to the plain model."""
-    errors = {}
     for recipe in (DelayedScaling(), CurrentScaling()):
         model, batch = adapted("llama", "plain")
         model.add_adapter("other", LoraConfig(r=4, target_modules=TARGETS["llama"], init_lora_weights=False))
@@ -211,7 +197,7 @@ def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -
                     parameter.mul_(4)
         plain = copy.deepcopy(model).eval()
         convert(model, recipe)
-        found = errors[type(recipe)] = []
+        found = []
         for adapter, steps in (("default", 3), ("other", 0), ("other", 1)):
             model.set_adapter(adapter)
             plain.set_adapter(adapter)
@@ -221,9 +207,7 @@ def test_another_adapter_has_the_scales_of_the_former_until_training_goes_on() -
             with torch.no_grad():
                 expected = plain(batch["input_ids"]).logits
                 found.append(float((model.eval()(batch["input_ids"]).logits - expected).norm() / expected.norm()))
-    delayed, current = errors[DelayedScaling], errors[CurrentScaling]
-    assert max(delayed[0], delayed[2], *current) < 0.2
-    assert delayed[1] > 3 * current[1]
+        assert max(found) < 0.2
 
 
 @every_case
@@ -243,11 +227,10 @@ def test_saved_adapters_are_those_of_a_plain_model(name: str, kind: str, order: 
         assert torch.equal(loaded(**batch).logits, made[order].eval()(**batch).logits)
 
 
-def test_copies_of_whole_layers_are_joined_by_another_conversion() -> None:
+def test_copies_of_whole_layers_join_by_themselves() -> None:
     model, batch = adapted("llama", "converted first", modules_to_save=["lm_head"])
-    with pytest.raises(ValueError, match=r"parts with 2 scaling states. Call `lightning_fp8.convert` on the whole"):
-        scaling_state(model)
-    step(convert(model), batch)
+    step(model, batch)
+    assert sum("lm_head" in name for name in scaling_state(model).module_names) == 2
     heads = [row for row in describe(model) if "lm_head" in row.path]
     assert [row.converted for row in heads] == [True, True]
 

@@ -10,7 +10,7 @@ from small_models import small_mlp
 from torch import nn
 from transformer_models import HUGGING_FACE
 
-from lightning_fp8 import convert, describe, load_scales, scaling_state
+from lightning_fp8 import convert, describe
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
@@ -60,8 +60,3 @@ def test_what_is_described_before_is_what_is_converted(name: str, ignores: bool,
     assert announced == done == {row.path for row in after if row.converted}
     assert [row.path for row in before] == [row.path for row in after]
     assert [row for row in before if row.path not in done] == [row for row in after if row.path not in done]
-
-
-def test_scales_are_loaded_into_a_model_with_large_parameters_of_its_own() -> None:
-    saved = {"scaling": scaling_state(convert(Experts())).state_dict()}
-    assert scaling_state(load_scales(Experts(), saved)).names == scaling_state(convert(Experts())).names

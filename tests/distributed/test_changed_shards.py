@@ -98,6 +98,9 @@ for way in (multiplied, loaded, loaded_whole):
             model.train(first)
             way(model, factor)
             for training in (first, not first, first):
+                if training and way is multiplied:
+                    # histories stay, and would clip larger values
+                    scaling_state(model).reset()
                 result[f"{way.__name__} {factor} {first} {training}"] = errors(model, training)
         result[f"{way.__name__} {first} scale"] = scaling_state(model).scale.clone()
 

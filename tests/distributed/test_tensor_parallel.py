@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_numpy import power_of_two_below
 from processes import DEVICES, run_processes
 from sqnr import sqnr
 
@@ -243,3 +244,27 @@ result["recorded"] = scaling_state(split).amax[: scaling_state(split).delayed].a
     assert not first["recorded"]
     difference = first["gradients"] - first["expected"]
     assert float(difference.norm() / first["expected"].norm()) < 0.12
+
+
+@every_device
+def test_a_shard_of_an_evaluation_is_scaled_by_its_own_values(device: str, tmp_path: Path) -> None:
+    body = """
+from lightning_fp8 import CurrentScaling
+
+x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1000.0]).repeat_interleave(32)
+result["x"] = x
+for recipe in (DelayedScaling(margin=1), CurrentScaling(margin=1)):
+    model = convert(nn.Sequential(nn.Linear(64, 64, bias=False)), recipe).eval()
+    # its cast is exact, and each sum has one number
+    model[0].weight.data = 7 * torch.eye(64, device=device)
+    split = parallelize_module(model, mesh, {"0": RowwiseParallel()})
+    with torch.no_grad():
+        result[recipe.precision] = split(x.to(device).chunk(world, -1)[rank]) / 7
+"""
+    for rank in run_processes(COMMON + body, tmp_path, device=device):
+        parts = []
+        for part in rank["x"].double().chunk(2, -1):
+            scale = power_of_two_below(part.abs().max().item(), "e4m3")
+            parts.append((part * scale).to(torch.float8_e4m3fn).double() / scale)
+        for precision in ("fp8-delayed", "fp8-current"):
+            assert torch.equal(rank[precision].double(), torch.cat(parts, -1))

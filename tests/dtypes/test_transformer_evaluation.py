@@ -74,7 +74,8 @@ def padding(kind: str, length: int = LENGTH) -> Tensor | None:
 def agree(
     plugin: PrecisionCore, model: nn.Module, call: Callable[[], Any], gemms: list[str], expected_gemms: int
 ) -> None:
-    """All six ways to call the model give the same results, in one dtype, by the same FP8 GEMMs."""
+    """All six ways to call the model give the same results, in one dtype, by the same FP8 GEMMs; in FP8 evaluation has
+    scales of its own, so it differs from training as casts do."""
     outputs: list[Tensor] = []
     for training, mode in itertools.product((True, False), GRAD_MODES):
         model.train(training)
@@ -89,8 +90,11 @@ def agree(
     for kind in range(kinds):
         first = outputs[kind].detach()
         assert first.isfinite().all()
-        for output in outputs[kind::kinds]:
+        for number, output in enumerate(outputs[kind::kinds]):
             assert output.dtype == first.dtype
+            if expected_gemms and number == len(GRAD_MODES):
+                assert (output - first).float().norm() < 0.08 * first.float().norm()
+                first = output.detach()
             # the same path for all; the fused attention kernels for training and inference may round differently
             torch.testing.assert_close(output.clone(), first, rtol=2**-7, atol=2**-7)
 

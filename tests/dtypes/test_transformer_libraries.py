@@ -65,12 +65,19 @@ def test_trains_and_validates(tmp_path: Path, name: str, precision: str) -> None
         with torch.set_grad_enabled(gradients), plugin.forward_context():
             return model.logits(inputs).detach(), model.loss(inputs).detach()
 
-    for trained, evaluated in zip(forward(True, False), forward(False, False), strict=True):
-        assert torch.equal(trained, evaluated)
+    def agree(training: tuple[Tensor, Tensor], evaluation: tuple[Tensor, Tensor]) -> None:
+        for trained, evaluated in zip(training, evaluation, strict=True):
+            assert trained.dtype == evaluated.dtype
+            if precision == "fp8-delayed":
+                # evaluation has scales of its own, so it differs as casts do
+                assert (trained - evaluated).float().norm() < 0.1 * trained.float().norm()
+            else:
+                assert torch.equal(trained, evaluated)
+
+    agree(forward(True, False), forward(False, False))
     if precision == "fp8-delayed":
         state = scaling_state(model)
         assert not state.amax[: state.delayed].any()
     # with gradients, torch chooses another kernel for a learned mask, such as a position bias
     with sdpa_kernel(SDPBackend.MATH):
-        for trained, evaluated in zip(forward(True, True), forward(False, False), strict=True):
-            assert torch.equal(trained, evaluated)
+        agree(forward(True, True), forward(False, False))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from exported import in_fp8, metadata_of, on, quantization, tensors_of, trained
-from fp8_numpy import cast_in_blocks
+from fp8_numpy import cast_in_blocks, power_of_two_below
 from in_blocks import spread
 from moved import to_current
 from small_models import small_mlp
@@ -44,22 +44,21 @@ from lightning_fp8.ops.formats import E5M2, Fp8Format, Role
 @pytest.mark.parametrize("k_by_n", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_independent_reader_agrees(tmp_path: Path, dtype: torch.dtype, k_by_n: bool) -> None:
-    """vLLM's rule without our code: codes by definition, ``x / input_scale`` in FP8, sums in fp64."""
+    """Weights by their definition, and the input with a scale of its own values as evaluation has it; sums in fp64."""
     model = nn.Sequential(Conv1D(24, 40) if k_by_n else nn.Linear(40, 24))
     export(trained(model, on(16, 40)), tmp_path)
     tensors = tensors_of(tmp_path)
-    # an input that saturates in places, because it is larger than any in training
+    # larger than any in training
     x = 1.5 * torch.randn(7, 40).to(dtype)
-    weight_scale, input_scale = (tensors[f"0.{name}_scale"].double().numpy() for name in ("weight", "input"))
     values = fp8_numpy.code_values("e4m3")
-    weight = values[tensors["0.weight"].view(torch.uint8).numpy()] * weight_scale
-    codes = fp8_numpy.saturating_cast(x.float().numpy(), np.float32(1) / np.float32(input_scale), "e4m3")
-    expected = values[codes] * input_scale @ (weight if k_by_n else weight.T) + tensors["0.bias"].double().numpy()
+    weight = values[tensors["0.weight"].view(torch.uint8).numpy()] * tensors["0.weight_scale"].double().numpy()
+    scale = power_of_two_below(x.float().abs().max().item(), "e4m3")
+    inputs = values[fp8_numpy.saturating_cast(x.float().numpy(), np.float32(scale), "e4m3")] / scale
+    expected = inputs @ (weight if k_by_n else weight.T) + tensors["0.bias"].double().numpy()
     with torch.no_grad():
         actual = model.eval()(x).double().numpy()
     tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
     assert np.abs(actual - expected).max() < 2 * tolerance * np.abs(expected).max()
-    assert (np.abs(values[codes]) == 448).any()
 
 
 def test_scales_are_those_of_the_history_and_of_the_current_weight(tmp_path: Path) -> None:
@@ -210,21 +209,50 @@ RULE = r"a scale in a file must be a number from 2\*\*-118 to 2\*\*118"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "plain": (small_mlp, r"no layers that run in FP8. Convert it"),
     "fallen back": (lambda: changed(lambda m: [fall_back(m, at) for at in "02"]), "no layers that run in FP8"),
-    "not trained": (lambda: convert(small_mlp()), r"2 tensors have no history.* 0\.input, 2\.input\. Train for at l"),
     "NaN in a weight": (lambda: changed(fill("2.weight", float("nan"))), r"2\.weight has values that are not finite"),
     "inf in a bias": (lambda: changed(fill("2.bias", float("inf"))), r"2\.bias has values that are not finite in fl"),
     "too large": (lambda: changed(fill("0.bias", 1e6)), r"0\.bias has values that are not finite in float16"),
     "E5M2": (lambda: convert(small_mlp(), ForwardInE5m2()), r"only E4M3, and the recipe casts 0\.input to e5m2"),
-    "a margin": (lambda: convert(small_mlp(), CurrentScaling(2)), r"CurrentScaling\(margin=2.* the layout keep none"),
     "a tiny weight": (lambda: changed(lambda m: m[0].weight.mul_(1e-34)), rf"{RULE}.* not: 0\.weight \(.*e\+37\)\. L"),
     "a tiny input": (lambda: changed(len, size=1e-35), rf"{RULE}.* not: 0\.input \(4\.48e\+37\)\. Leave the layers"),
     "renamed": (lambda: changed(lambda m: nn.utils.parametrizations.weight_norm(m[0])), r"no '0\.weight' in the model"),
     "a name taken": (
         lambda: changed(lambda m: m[0].register_buffer("input_scale", torch.ones(()))), r"a tensor '0\.input_scale'"
     ),
-    "moved": (lambda: changed(lambda m: to_current(scaling_state(m), 0)), r"1 layers are scaled by their"),
     "meta": (lambda: changed(len).to("meta"), r"0\.weight is on the meta device"),
 }  # fmt: skip
+
+
+DYNAMIC: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "not trained": (lambda: convert(small_mlp()), r"no history of a training, .*: 0\.input, 2\.input\.$"),
+    "loaded": (lambda: changed(lambda m: m.load_state_dict(small_mlp().state_dict())), r": 0\.input, 2\.input\.$"),
+    "one layer loaded": (
+        lambda: changed(lambda m: m[2].load_state_dict(small_mlp()[2].state_dict())), r": 2\.input\.$"
+    ),
+    "moved": (lambda: changed(lambda m: to_current(scaling_state(m), 0)), r"on current scaling: 0\.input\.$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DYNAMIC)
+def test_where_a_history_is_empty_all_inputs_are_scaled_by_the_reader(what: str, tmp_path: Path) -> None:
+    make, message = DYNAMIC[what]
+    model = make()
+    with pytest.warns(UserWarning, match=message):
+        export(model, tmp_path)
+    assert quantization(tmp_path)["activation_scheme"] == "dynamic"
+    assert not [name for name in tensors_of(tmp_path) if name.endswith("input_scale")]
+    x = 1000 * torch.randn(16, 32)
+    with torch.no_grad():
+        for recipe in (DelayedScaling(), CurrentScaling()):
+            loaded = load_exported(convert(small_mlp(), recipe), tmp_path)
+            assert torch.equal(loaded.eval()(x), model.eval()(x))
+
+
+def test_a_margin_is_for_training_alone(tmp_path: Path) -> None:
+    model = convert(small_mlp(), CurrentScaling(2))
+    export(model, tmp_path)
+    x = torch.randn(16, 32)
+    assert torch.equal(load_exported(small_mlp(), tmp_path)(x), model.eval()(x))
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -22,7 +22,7 @@ from casts_on_host import (
     random_bits,
     run,
 )
-from fp8_numpy import code_values
+from fp8_numpy import code_values, power_of_two_below
 from host_kernels import FEW_VARIANTS, build_folder, library
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from kernels_cuda.casts import column_sum_tiles, variant
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.amaxes import max_abs
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import ScaleFrom
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -159,9 +160,15 @@ def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
         assert torch.equal(alone, beside) if chosen else alone is None
 
 
-@pytest.mark.parametrize("firsts", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("firsts", "scale_from"),
+    [
+        *(((gate, up), ScaleFrom.HISTORY) for gate in (False, True) for up in (False, True)),
+        ((True, True), ScaleFrom.OWN_VALUES_ROUNDED),
+    ],
+)
 @pytest.mark.parametrize("columns", [64, 77])
-def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> None:
+def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool], scale_from: ScaleFrom) -> None:
     """Each gradient has its own scale and place; codes, sums and amaxes equal those of the halves of one tensor."""
     rows, fmt = 140, "e5m2"
     gate, up, dy = (torch.randn(rows, columns) * factor for factor in (2, 30, 1))
@@ -169,9 +176,10 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
     newest, scale = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, 7.0, 1e-3])
     results, places = [], (1, 0)
     for at, first in zip(places, firsts):
-        newest[at] = 0.0 if first else 1.0
+        newest[at] = 0.0 if first and scale_from is ScaleFrom.HISTORY else 1.0
         # if every tensor has a history, nothing is measured
         row = place(scale, newest, at, amax, torch.zeros(()) if any(firsts) else None)
+        row = row._replace(scale_from=int(scale_from))
         shapes = (rows, columns), (columns, padded(rows))
         y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in shapes)
         sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
@@ -181,6 +189,8 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool]) -> 
         exact = by_torch(torch.cat([gate, up], dim=1), "swiglu", dy).chunk(2, dim=1)[half]
         torch.testing.assert_close(amax[at], exact.abs().max(), rtol=1e-5, atol=0)
         used = first_scale(amax[at], fmt).item() if first else scale[at].item()
+        if scale_from is ScaleFrom.OWN_VALUES_ROUNDED:
+            used = power_of_two_below(amax[at].item(), fmt)
         assert result.scale_inv.item() == np.float32(1) / np.float32(used)
         together = run(torch.cat([gate, up], dim=1), fmt, delayed(used), "swiglu", dy, (True, True, True))
         codes, sums = together.y.chunk(2, dim=1)[half], together.sums.chunk(2, dim=1)[half]

@@ -15,6 +15,7 @@ import gemm_on_host
 import pytest
 import torch
 from casts_on_host import NO_PAYLOAD, POISONS, assert_codes, assert_sums, cast_kernel, first_scale
+from fp8_numpy import power_of_two_below
 from gemm_cases import DTYPES
 from gemm_on_host import POISON, Chosen
 from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
@@ -24,6 +25,7 @@ from torch import Tensor
 from kernels_cuda import casts, gemm
 from kernels_cuda.gemm_variants import configurations, grouped_configuration, variant
 from lightning_fp8.ops.cuda import self_test_gemm
+from lightning_fp8.ops.operand import ScaleFrom
 
 TILE, NAN_CODE = 128, 0x7F
 HOPPER, ADA = (9, 0), (8, 9)
@@ -302,21 +304,24 @@ def places(count: int) -> Tensor:
     return at_the_edge((torch.arange(count) * 4 + 3) % PLACES)
 
 
-def cast(x: Tensor, routing: Routing, fmt: str, newest: Tensor, current: Tensor | None, poison: int) -> Cast:
+def cast(
+    x: Tensor,
+    routing: Routing,
+    fmt: str,
+    newest: Tensor,
+    current: Tensor | None,
+    poison: int,
+    scale_from: ScaleFrom = ScaleFrom.HISTORY,
+) -> Cast:
     count, columns = len(routing.sizes), x.shape[1]
     y, y_t = (Guarded(shape, torch.uint8, poison) for shape in ((routing.rows, columns), (columns, routing.rows)))
     sums = Guarded((routing.rows // TILE, columns), FP32, poison)
     scale_inv, amax = Guarded((count,), FP32, poison), torch.zeros(PLACES)
     guarded = y, y_t, sums, scale_inv
     written = [one.tensor for one in guarded]
-    tiles = int32(routing.group_of_tile)
-    casts.cast_transpose(
-        cast_kernel(x.dtype, fmt),
-        x,
-        casts.Result(
-            SCALES, newest, places(count), amax, written[3], *written[:3], current_amax=current, group_of_tile=tiles
-        ),
-    )
+    result = casts.Result(SCALES, newest, places(count), amax, written[3], *written[:3], current_amax=current)
+    result = result._replace(group_of_tile=int32(routing.group_of_tile), scale_from=int(scale_from))
+    casts.cast_transpose(cast_kernel(x.dtype, fmt), x, result)
     assert all(one.unharmed() for one in guarded)
     return Cast(*written, amax)
 
@@ -326,11 +331,12 @@ SCALES = 1.5 ** torch.arange(PLACES, dtype=FP32)
 WITH_HISTORY = torch.ones(PLACES)
 
 
-@pytest.mark.parametrize("history", ["with", "without", "some with"])
+@pytest.mark.parametrize("history", ["with", "without", "some with", "in evaluation"])
 @pytest.mark.parametrize("routing", ROUTINGS, ids=named)
 def test_a_cast_has_a_scale_for_each_group(routing: Routing, history: str) -> None:
     count, behind, dtype, fmt = len(routing.sizes), routing.edges[-1], BF16, "e5m2" if history == "with" else "e4m3"
-    newest = {"with": WITH_HISTORY, "without": torch.zeros(PLACES), "some with": torch.arange(PLACES) % 2.0}[history]
+    evaluates = history == "in evaluation"
+    newest = {"without": torch.zeros(PLACES), "some with": torch.arange(PLACES) % 2.0}.get(history, WITH_HISTORY)
     x = routing.place(torch.randn(routing.rows, 72, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     x[behind:] = torch.nan
     for number, first in enumerate(routing.edges[:-1]):
@@ -338,7 +344,8 @@ def test_a_cast_has_a_scale_for_each_group(routing: Routing, history: str) -> No
         x[first : first + routing.sizes[number]] *= 2.0**number
     for poison in POISONS:
         current = None if history == "with" else torch.zeros(count)
-        made = cast(at_the_edge(x), routing, fmt, newest, current, poison)
+        scale_from = ScaleFrom.OWN_VALUES_ROUNDED if evaluates else ScaleFrom.HISTORY
+        made = cast(at_the_edge(x), routing, fmt, newest, current, poison, scale_from)
         amax, tiles = torch.zeros(PLACES), behind // TILE
         untouched = [made.y[behind:], made.y_t[:, behind:], made.sums[tiles:]]
         for group, (first, end) in enumerate(itertools.pairwise(routing.edges)):
@@ -347,8 +354,10 @@ def test_a_cast_has_a_scale_for_each_group(routing: Routing, history: str) -> No
                 continue
             place, part = places(count)[group], x[first:end]
             amax[place] = part.abs().max()
-            has_history = newest[place] > 0
+            has_history = newest[place] > 0 and not evaluates
             scale = SCALES[place] if has_history else first_scale(amax[place], fmt)
+            if evaluates:
+                scale = torch.tensor(power_of_two_below(amax[place].item(), fmt))
             if current is not None:
                 # what has a history is not measured
                 assert current[group] == (0 if has_history else amax[place])

@@ -24,13 +24,14 @@ from casts_on_host import (
     random_bits,
     run,
 )
-from fp8_numpy import DEFINITIONS, code_values
+from fp8_numpy import DEFINITIONS, code_values, power_of_two_below
 from torch import Tensor
 
 from kernels_cuda import casts
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.amaxes import max_abs, scale_of_current
+from lightning_fp8.ops.amaxes import max_abs, own_scale, scale_of_current
 from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import CurrentScale, ScaleFrom
 
 
 def around_boundaries() -> Tensor:
@@ -141,6 +142,52 @@ def test_first_use_is_scaled_by_its_own_amax(dtype: torch.dtype, fmt: str) -> No
         assert_same(scale_inv, scale.reciprocal())
         assert_codes(y, x, scale, fmt)
         assert torch.equal(y_t.t(), y)
+
+
+def amaxes_around_powers_of_two() -> Tensor:
+    """All ``7 * 2^n`` that fp32 holds, and the numbers next to them."""
+    exact = torch.tensor([7 * 2.0**n for n in range(-149, 126)])
+    near = [torch.nextafter(exact, torch.tensor(end)) for end in (0.0, INF)]
+    special = torch.tensor([0.0, INF, NAN, 1e-45, 1e-38, FLOAT_MAX])
+    return torch.cat([exact, *near, special])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_reference_rounds_a_scale_down_to_a_power_of_two(fmt: str) -> None:
+    rounded = CurrentScale(scale_from=ScaleFrom.OWN_VALUES_ROUNDED)
+    for amax in amaxes_around_powers_of_two():
+        assert own_scale(amax, rounded, FORMATS[fmt]).item() == power_of_two_below(amax.item(), fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evaluation_scales_by_own_values_rounded_down(dtype: torch.dtype, fmt: str) -> None:
+    """Whatever the history says."""
+    finite = torch.randn(150, 70).clamp(-3, 3).to(dtype)
+    for largest in (3.5, 3.484375, 3.515625, -7.0, 0.0, INF, NAN, 2.0**-24):
+        x = finite.clone() if largest else torch.zeros_like(finite)
+        x *= 2.0**-24 if largest == 2.0**-24 else 1
+        x[140, 66] = largest
+        row = place(torch.full((3,), 9.0), torch.ones(3), 1, None, torch.zeros(()))
+        y, y_t, _, scale_inv = run(x, fmt, row._replace(scale_from=int(ScaleFrom.OWN_VALUES_ROUNDED)))
+        scale = torch.tensor(power_of_two_below(x.float().abs().max().item(), fmt))
+        assert_same(scale_inv, scale.reciprocal())
+        assert_codes(y, x, scale, fmt)
+        assert torch.equal(y_t.t(), y)
+
+
+def test_a_kernel_rounds_around_each_power_of_two_as_the_definition() -> None:
+    for amax in amaxes_around_powers_of_two():
+        row = place(torch.ones(1), torch.ones(1), 0, None, torch.zeros(()))
+        _, _, _, scale_inv = run(amax.reshape(1, 1), "e4m3", row._replace(scale_from=2), outputs=(False, False, False))
+        assert 1 / scale_inv.double().item() == power_of_two_below(amax.item(), "e4m3")
+
+
+def test_own_values_take_the_place_of_a_history() -> None:
+    x, row = torch.randn(130, 70), place(torch.ones(1) * 9, torch.ones(1), 0, torch.zeros(1), torch.zeros(()))
+    y, _, _, scale_inv = run(x, "e5m2", row._replace(scale_from=int(ScaleFrom.OWN_VALUES)))
+    assert_same(scale_inv, first_scale(x.abs().max(), "e5m2").reciprocal())
+    assert_codes(y, x, first_scale(x.abs().max(), "e5m2"), "e5m2")
 
 
 def test_first_use_of_a_tensor_so_small_that_its_scale_would_be_infinite() -> None:

@@ -140,7 +140,7 @@ def test_instructions(family: Family, arch: str) -> None:
     assert count(found, rf"{ATOMIC}\.E\.MAX\..*") == count(found, rf"{ATOMIC}\..*") == maxima, found
 
 
-@pytest.mark.parametrize(("activation", "most"), [("none", 12.5), ("relu", 13.5), ("gelu", 25), ("silu", 17.5)])
+@pytest.mark.parametrize(("activation", "most"), [("none", 13), ("relu", 14), ("gelu", 25), ("silu", 18)])
 def test_a_cast_costs_an_element_at_most(activation: str, most: float) -> None:
     """Instructions per thread in a whole tile, with all outputs, if the scale is known; a thread casts 32 elements."""
     lines, labels = program(casts(torch.bfloat16, "e4m3", activation), "sm_90a")

@@ -106,32 +106,6 @@ def test_kernels_against_experts_one_by_one(
             scaling_state(each).update()
 
 
-def test_a_weight_that_changes_within_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The histories do not belong to it, so an evaluation uses current scales, as one by one."""
-    monkeypatch.setattr(modules, "has_kernels", lambda *_: True)
-    monkeypatch.setattr(modules, "on_gpu", lambda x: True)
-    model = convert(experts())
-    given = torch.randn(TOKENS, SIZE), *routing()
-    step(model, *given)
-    scaling_state(model).update()
-    outputs = []
-    for in_groups in (True, False):
-        one = copy.deepcopy(model).eval()
-        gate = one._apply_gate
-
-        def changing(h: Tensor, one: Any = one, gate: Any = gate) -> Tensor:
-            one.down_proj.fill_(0.5)
-            # the history's scale would clip it
-            return gate(h) * 1000  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(one, "_apply_gate", changing)
-        monkeypatch.setattr(modules, "has_kernels", lambda *_, answer=in_groups: answer)
-        with torch.no_grad():
-            outputs.append(one(*given))
-    # one by one, the inputs of all experts but the first are cast after the change
-    assert relative(*outputs) < 0.1
-
-
 def test_launches_do_not_depend_on_the_number_of_experts(
     grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,18 +141,20 @@ def test_kernels_are_asked_for_before_a_product(
     assert {name for name in grouped_half if name.startswith("cast_transpose")} <= asked_for
 
 
-def test_evaluation_is_the_same_and_casts_all_experts_together(grouped_half: Counter[str]) -> None:
+def test_evaluation_casts_all_experts_together(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = convert(experts(), DelayedScaling())
     given = torch.randn(TOKENS, SIZE), *routing()
-    expected = step(model, *given)[0]
+    step(model, 100 * given[0], *given[1:])
     scaling_state(model).update()
-    expected = step(model, *given)[0]
+    model.eval()
     grouped_half.clear()
     with torch.no_grad():
-        assert torch.equal(model.eval()(*given), expected)
+        found = model(*given)
+    # each input is measured, then cast
     assert Counter(name.split()[0] for name in grouped_half.elements()) == {
-        "cast_weights": 4, "cast_transpose": 2, "gemm_sm90": 2,
+        "cast_weights": 4, "cast_transpose": 4, "gemm_sm90": 2,
     }  # fmt: skip
+    assert relative(found, one_by_one(model, monkeypatch, *given)[0]) < 5e-2
 
 
 def test_generation_casts_all_experts_once_and_copies_none(

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, fall_back, scaling_state
 from lightning_fp8.callbacks.watch import Limits, Watch
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scaling.statistics import tensor_statistics
@@ -255,7 +256,7 @@ def test_compiled_graphs_cast_it_once() -> None:
         assert torch.equal(call(x), model(x))
     # a graph without gradients shows no changes in place
     assert casts == [3 + 1]
-    assert model.q.fp8[""].slots["input", True].index is model.v.fp8[""].slots["input", True].index
+    assert model.q.fp8[""].slots["input", Phase.TRAINING].index is model.v.fp8[""].slots["input", Phase.TRAINING].index
 
 
 @pytest.mark.usefixtures("no_caches")
@@ -323,44 +324,59 @@ def of_inputs(state: ScalingState, field: str = "amax_history") -> dict[str, Ten
     return {name: values[..., row] for row, name in enumerate(state.names) if name.endswith(".input")}
 
 
+def assert_one_history(state: ScalingState) -> None:
+    q, *others = (state.state_dict()[f"{name}.input"]["amax_history"] for name in MEMBERS)
+    assert all(torch.equal(other, q) for other in others)
+
+
 @pytest.mark.parametrize("loaded", MEMBERS)
-def test_loading_weights_of_one_empties_the_histories(loaded: str) -> None:
+def test_loading_weights_of_one_empties_the_history_of_all_that_share_its_input(loaded: str) -> None:
     shared, separate = pair(alone)
     train(shared), train(separate)
-    x = torch.randn(ROWS, WIDTH)
-    for model in (shared, separate):
-        getattr(model, loaded).load_state_dict(getattr(model, loaded).state_dict())
-    fresh = convert(Shared())
-    fresh.load_state_dict(shared.state_dict())
-    with torch.no_grad():
-        # those before the loaded layer included
-        assert torch.equal(shared.eval()(x), fresh.eval()(x))
-    assert_same([shared.train()(x)], [separate.train()(x)])
-    assert not scaling_state(shared).amax_history.any()
-    assert not scaling_state(shared).has_scales
+    state = scaling_state(shared)
+    getattr(shared, loaded).load_state_dict(getattr(shared, loaded).state_dict())
+    emptied = {*(f"{name}.input" for name in MEMBERS), f"{loaded}.grad_output"}
+    for row, name in enumerate(state.names[: state.delayed]):
+        assert state.amax_history[:, row].any() == (name not in emptied)
+        assert (state.scale[row] == 1) == (name in emptied)
+    scaling_state(separate).load_state_dict(state.state_dict())
+    assert_same(train(shared), train(separate))
+    assert_one_history(state)
 
 
-def test_a_checkpoint_whose_first_layer_had_fallen_back() -> None:
-    shared, separate = pair(alone)
-    fall_back(separate, "q")
+@pytest.mark.parametrize("fallen", [False, True])
+def test_a_first_layer_without_a_history_takes_that_of_the_others(fallen: bool) -> None:
+    """It fell back while it was alone, or is converted later, in the middle of a step."""
+    x, (shared, separate) = torch.randn(ROWS, WIDTH), pair(alone)
+    if fallen:
+        fall_back(separate, "q")
+    else:
+        shared, separate = (convert(kind(), ignore_modules=["q"]) for kind in (Shared, Separate))
+        shared.load_state_dict(separate.state_dict())
     train(separate)
+    expected = of_inputs(scaling_state(separate))["k.input"]
     scaling_state(shared).load_state_dict(scaling_state(separate).state_dict())
-    histories = of_inputs(scaling_state(shared))
-    expected = of_inputs(scaling_state(separate))
-    assert expected["q.input"].count_nonzero() == 0
-    assert all(torch.equal(histories[f"{name}.input"], expected["k.input"]) for name in MEMBERS)
     shared.load_state_dict(separate.state_dict())
-    scaling_state(shared).load_state_dict(scaling_state(separate).state_dict())
-    x = torch.randn(ROWS, WIDTH)
-    assert torch.equal(shared.eval()(x), separate.eval()(x))
+    if fallen:
+        assert torch.equal(shared(x), separate(x))
+    else:
+        shared(x)
+        convert(shared)
+        amax = of_inputs(scaling_state(shared), "amax")
+        assert [*amax.values()][:3] == [x.abs().max()] * 3
+    state = scaling_state(shared)
+    assert state.input_owners == {1: 0, 2: 0}
+    histories, scales = of_inputs(state), of_inputs(state, "scale")
+    for name in MEMBERS:
+        assert torch.equal(histories[f"{name}.input"], expected)
+        assert scales[f"{name}.input"] == 448 / expected.max()
+    assert_one_history(state)
 
 
 def test_amaxes_that_wait_for_their_update_stay() -> None:
-    shared, separate = pair(alone)
+    shared = convert(Shared())
     x, state = torch.randn(ROWS, WIDTH), scaling_state(shared)
-    shared(x), separate(x)
-    saved, expected = (scaling_state(model).state_dict() for model in (shared, separate))
-    assert all(saved[name]["amax"] == expected[name]["amax"] for name in expected)
+    shared(x)
     # when inputs are no longer shared, or again
     state.share_inputs({})
     assert state.amax[:3].tolist() == [x.abs().max()] * 3
@@ -384,14 +400,14 @@ def test_copies(copied: Callable[[nn.Module], nn.Module], input_casts: Counter[s
     other = copied(model)
     rows = other.k.fp8[""]
     assert rows.shared_input is other.q.fp8[""].shared_input is not model.k.fp8[""].shared_input
-    assert rows.slots["input", True].index is other.q.fp8[""].slots["input", True].index
+    assert rows.slots["input", Phase.TRAINING].index is other.q.fp8[""].slots["input", Phase.TRAINING].index
     input_casts.clear()
     assert_same(train(other), train(model))
     assert input_casts["q.input"] == 2 * 3 * 2
     alone = copy.deepcopy(model.k)
     assert torch.equal(alone.eval()(x), model.k.eval()(x))
     other.to(torch.float64).float()
-    assert all(getattr(other, name).fp8[""].slots["input", True].index.tolist() == [0] for name in MEMBERS)
+    assert all(getattr(other, name).fp8[""].slots["input", Phase.TRAINING].index.tolist() == [0] for name in MEMBERS)
 
 
 def test_what_watches_and_counts_find() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, convert, ops
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import layouts, plain
@@ -111,7 +112,7 @@ def test_both_payloads_of_a_kept_weight_are_in_mx(as_mx: Counter[str]) -> None:
         model.zero_grad()
     for layer in model:
         operand = layer.fp8[""].weight_cast._cast
-        single = ops.cast_weight_operand(layer.weight.detach(), layer.fp8[""].slots["weight", False], True)
+        single = ops.cast_weight_operand(layer.weight.detach(), layer.fp8[""].slots["weight", Phase.EVALUATION], True)
         for at in (2, 3):
             assert operand[at].dtype == torch.uint8
             assert torch.equal(operand[at], single[at])

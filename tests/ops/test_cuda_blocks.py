@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kernels_cuda import block_casts, casts, gemm_variants
 from lightning_fp8 import BlockScaling, MXScaling, convert, ops, scaling_state
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm_choice, plain, self_test_blocks, self_test_gemm
@@ -210,7 +211,9 @@ def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str], recipe: Reci
         noted = state.amax.clone(), state.scale.clone()
         for layer, operand in zip(model, made, strict=True):
             rows = layer.fp8[""]
-            alone = ops.cast_weight_operand(rows.n_by_k(layer.weight.detach()), rows.slots["weight", False], True)
+            alone = ops.cast_weight_operand(
+                rows.n_by_k(layer.weight.detach()), rows.slots["weight", Phase.EVALUATION], True
+            )
             for one, other in zip(operand[:4], alone[:4], strict=True):
                 assert one.dtype == other.dtype
                 assert torch.equal(one, other)

@@ -91,6 +91,16 @@ def test_loops(waits: NoWaiting, recipe: str, backend: str, monkeypatch: pytest.
         assert waits.of(lambda: step.forward(step.x)) == []
 
 
+def test_histories_are_emptied_at_once(waits: NoWaiting) -> None:
+    step = Loop(convert(encoder()))
+    step()
+    saved = {name: value.clone() for name, value in step.model.state_dict().items()}
+    for empty in (step.state.reset, lambda: step.model.load_state_dict(saved)):
+        assert waits.of(empty) == []
+        assert not step.state.amax_history.any()
+        assert waits.of(step) == []
+
+
 def fallen_back() -> nn.Module:
     model = convert(encoder())
     fall_back(model, "0.linear1")

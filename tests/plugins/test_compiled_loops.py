@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_fp8 import convert, weights_unchanged
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.compiled_casts import keep_compiled_casts
+from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.weights_unchanged import all_gemms
 from lightning_fp8.ops import basic
 
@@ -265,7 +266,7 @@ def test_casts_are_written_in_place(
         assert cuda_half == {"cast_weights": 2 if together else 4}
         for one in rows:
             weight = one.weight.detach().t() if one.k_by_n else one.weight.detach()
-            expected = basic.cast_weight_operand(weight.contiguous(), one.slots["weight", True], keep=True)
+            expected = basic.cast_weight_operand(weight.contiguous(), one.slots["weight", Phase.TRAINING], keep=True)
             assert all(torch.equal(*pair) for pair in zip(one.weight_cast.compiled_cast[:3], expected[:3], strict=True))
         addresses.append([tensor.data_ptr() for one in rows for tensor in one.weight_cast.compiled_cast[:3]])
         versions = [tensor._version for one in rows for tensor in one.weight_cast.compiled_cast[:3]]

@@ -12,7 +12,7 @@ from lit import by_hand, loader, same, seeded, warned
 from processes import run_script
 from torch import nn
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, convert, load_scales, scaling_state
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, convert, scaling_state
 from lightning_fp8.plugins.settings import FP8_PRECISIONS
 from lightning_fp8.scaling.recipe import RECIPES
 
@@ -126,18 +126,22 @@ def test_a_load_before_setup(tmp_path: Path) -> None:
     net, model, _ = trained(runner)
     runner.save(tmp_path / "c.ckpt", {"model": model})
     fresh = seeded()
-    assert runner.load(tmp_path / "c.ckpt", {"model": fresh}) == {}
+    (said,) = warned("fabric.load", lambda: runner.load(tmp_path / "c.ckpt", {"model": fresh}))
+    assert "has FP8 scales for 'model'" in said
+    assert "after `fabric.setup`" in said
     assert type(fresh.net[0]) is nn.Linear
     runner.setup(fresh)
-    assert same_scales(fresh, net)
-    assert same_scales(load_scales(seeded(), tmp_path / "c.ckpt"), net)
+    assert torch.equal(fresh.net[0].weight, net.net[0].weight)
+    assert not scaling_state(fresh).amax_history.any()
 
 
 def test_several_models_have_their_own_scales(tmp_path: Path) -> None:
     runner = fabric(precision="fp8-delayed")
     (net, model, _), (second, other, _) = trained(runner), trained(runner)
-    with torch.no_grad():
-        scaling_state(second).amax_history.mul_(2)
+    doubled = scaling_state(second).state_dict()
+    for entry in doubled.values():
+        entry["amax_history"].mul_(2)
+    scaling_state(second).load_state_dict(doubled)
     runner.save(tmp_path / "c.ckpt", {"first": model, "second": other})
     fresh, another = seeded(), seeded()
     runner.load(tmp_path / "c.ckpt", {"second": runner.setup(another), "first": runner.setup(fresh)})
@@ -147,12 +151,11 @@ def test_several_models_have_their_own_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_entries", [False, True])
-def test_scales_under_a_key_of_ones_own_are_saved_once_and_loaded(as_entries: bool, tmp_path: Path) -> None:
+def test_scales_under_a_key_of_ones_own(as_entries: bool, tmp_path: Path) -> None:
     runner = fabric(precision="fp8-delayed")
     net, model, _ = trained(runner)
     state = scaling_state(net)
     runner.save(tmp_path / "c.ckpt", {"model": model, "scales": state.state_dict() if as_entries else state})
-    assert set(torch.load(tmp_path / "c.ckpt", weights_only=True)) == {"model", "scales"}
     fresh = seeded()
     # whether or not they are asked for
     assert set(runner.load(tmp_path / "c.ckpt", {"model": runner.setup(fresh)})) == {"scales"}
@@ -165,11 +168,9 @@ def test_scales_of_other_layers(tmp_path: Path) -> None:
     runner.save(tmp_path / "c.ckpt", {"model": model})
     fresh = seeded()
     asked = {"model": fabric(plugins=Fp8Precision(ignore_modules=["net.2"])).setup(fresh)}
-    with pytest.raises(ValueError, match=r"In the checkpoint but not in the model: 'net\.2\.input'"):
-        runner.load(tmp_path / "c.ckpt", dict(asked))
-    said = warned("lightning_fp8: a checkpoint has", lambda: runner.load(tmp_path / "c.ckpt", asked, strict=False))
-    assert len(said) == 1
-    assert scaling_state(fresh).has_scales
+    (said,) = warned("lightning_fp8: a scaling state", lambda: runner.load(tmp_path / "c.ckpt", asked))
+    assert "Only in the file: 'net.2.input'" in said
+    assert scaling_state(fresh).amax_history.any()
 
 
 def test_without_fp8_nothing_is_added_or_loaded(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_without_fp8_nothing_is_added_or_loaded(tmp_path: Path) -> None:
     fresh = seeded()
     fp8 = fabric(precision="fp8-delayed")
     fp8.load(tmp_path / "c.ckpt", {"model": fp8.setup(fresh)}, strict=False)
-    assert not scaling_state(fresh).has_scales
+    assert not scaling_state(fresh).amax_history.any()
 
 
 SHARDED = """
@@ -246,13 +247,13 @@ def test_scales_in_a_checkpoint_of_shards(tmp_path: Path, distributed: bool, by_
     assert (tmp_path / "checkpoint").is_dir() == distributed
     for rank in (0, 1):
         saved, loaded, *later = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
-        assert saved["net.0.input"]["amax_history"].tolist() == [1.0]
+        assert saved["net.0.input"]["amax_history"].tolist() == [1.0] + 15 * [0.0]
         assert set(saved) == set(loaded)
         for name, entry in saved.items():
             assert all(torch.equal(value, loaded[name][field]) for field, value in entry.items())
         whole, its_last, resumed, the_same = later
         assert all(map(torch.equal, whole, resumed))
-        assert len(its_last["amax_history"]) == 3
+        assert its_last["amax_history"].count_nonzero() == 3
         assert torch.equal(its_last["amax_history"], the_same["amax_history"])
 
 

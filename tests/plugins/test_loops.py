@@ -34,7 +34,7 @@ def predicted(model: Regression) -> list[torch.Tensor]:
     fresh.load_state_dict(model.state_dict())
     convert(fresh)
     scaling_state(fresh).load_state_dict(scaling_state(model).state_dict())
-    fresh.eval()
+    fresh.train(isinstance(model, KeepsMode) and model.training)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return [fresh(x) for x, _ in loader()]
 

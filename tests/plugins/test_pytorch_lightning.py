@@ -24,7 +24,7 @@ from small_models import small_mlp
 from warm import run_warm
 
 import lightning_fp8
-from lightning_fp8 import callbacks, convert, scaling_state
+from lightning_fp8 import callbacks
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.front_ends import MIRRORS
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
@@ -165,13 +165,6 @@ def test_a_run_is_resumed_under_the_other_name(kinds: tuple[Any, Any], tmp_path:
     resumed = fitted(kinds[1], tmp_path, 2, ckpt_path=tmp_path / "1.ckpt", **TRUSTED)
     assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
     assert same(resumed, whole)
-
-
-def test_load_from_checkpoint_brings_the_scales(tmp_path: Path) -> None:
-    model = fitted(Mirrored, tmp_path, 1)
-    model.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    loaded = convert(Mirrored.load_from_checkpoint(tmp_path / "weights.ckpt"))
-    assert torch.equal(scaling_state(loaded).amax_history, scaling_state(model).amax_history)
 
 
 def every_callback() -> list[Any]:

@@ -61,9 +61,9 @@ def test_a_plugin_that_is_used_again_has_the_state_of_the_new_model_alone(tmp_pa
     assert same(first, second)
     # what the next checkpoint holds
     scaling_state(second).nonfinite_steps[0] = 7
-    # launchers that spawn processes pickle the plugin at a second `fit`
-    for one in (plugin, pickle.loads(pickle.dumps(plugin))):
-        assert one.state_dict()["net.0.input"]["nonfinite_steps"] == 7
+    assert plugin.state_dict()["net.0.input"]["nonfinite_steps"] == 7
+    # launchers that spawn processes pickle the plugin at a second `fit`, and connect it there
+    assert pickle.loads(pickle.dumps(plugin)).state_dict() == {}
 
 
 def test_weights_that_a_strategy_writes_at_set_up_keep_their_histories(tmp_path: Path) -> None:
@@ -186,11 +186,8 @@ def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precisio
     assert "net.0.input" not in str(saved)
 
     for run in (trainer.validate, trainer.test, trainer.predict):
-        (message,) = warned("Trainer", lambda run=run: run(model, loader()))
-        assert message.startswith(f"Trainer, precision {name}: {layers} Their scales stay as they are")
-        for advice in ('a checkpoint use `Trainer(precision="fp8-delayed")`', "unconvert(model)"):
-            assert advice in message
-        assert "update" not in message
+        # evaluation needs no scales
+        assert not warned("Trainer", lambda run=run: run(model, loader()))
     # following the advice works
     assert warned("Trainer", lambda: make_trainer(tmp_path).fit(model, loader())) == []
     assert warned("Trainer", lambda: of_another(precision, tmp_path).fit(unconvert(model), loader())) == []

@@ -148,8 +148,8 @@ def test_a_margin_above_the_largest_fp32_number() -> None:
     scale = np.float32(np.float32(448) / np.float32(2.0**128 - 2.0**104))
     expected = code_values("e4m3")[saturating_cast(x.numpy(), scale, "e4m3")] / np.float64(scale)
     state = scaling_state(linear(CurrentScaling(2), 16, 16))
-    history, current = state.model.scaling_of(state.precisions[0], "")
-    slot = Slot(state.scale, history, state.indices[0], "e4m3", state, True, current=current)
+    current = state.model.scaling_of(state.precisions[0], as_in_training=True, group="")
+    slot = Slot(state.scale, state.amax_history, state.indices[0], "e4m3", state, True, current=current)
     rows, _, scale_inv = ops.cast(x, slot, "none", "rows")
     np.testing.assert_allclose(code_values("e4m3")[rows.numpy()] * np.float64(scale_inv), expected, rtol=1e-6)
 

@@ -113,25 +113,17 @@ def by_hand(path: Path, model: Regression) -> Tensor:
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("predict", [predictions, with_fabric, by_hand])
 @torch.no_grad()
-def test_load_from_checkpoint_brings_the_scales(predict: Any, weights_only: bool, tmp_path: Path) -> None:
+def test_load_from_checkpoint_predicts_the_same(predict: Any, weights_only: bool, tmp_path: Path) -> None:
     found: list[Tensor] = []
     model, path = fitted(tmp_path, weights_only=weights_only)
-    assert ("optimizer_states" in torch.load(path, weights_only=True)) != weights_only
+    saved = torch.load(path, weights_only=True)
+    # histories serve training alone
+    assert ("optimizer_states" in saved, "Fp8Precision" in saved) == (not weights_only,) * 2
     loaded = Regression.load_from_checkpoint(path)
     assert type(loaded.net[2]) is nn.Linear
     assert vars(loaded).keys() == vars(Regression()).keys()
-    # a dtype and back, as a device and back, changes no weight
-    loaded.double().float()
     assert warned("lightning_fp8", lambda: found.append(predict(tmp_path, loaded))) == []
     assert torch.equal(found[0], predict(tmp_path, model))
-
-
-def test_a_fresh_fit_goes_on_from_the_scales_of_load_from_checkpoint(tmp_path: Path) -> None:
-    model, path = fitted(tmp_path, plugins=long_window())
-    loaded = Regression.load_from_checkpoint(path)
-    make_trainer(tmp_path, plugins=long_window(), max_steps=1).fit(loaded, loader())
-    mine, theirs = scaling_state(loaded).amax_history, scaling_state(model).amax_history
-    assert torch.equal(mine[1:5], theirs[:4])
 
 
 def test_the_scales_of_ckpt_path_win(tmp_path: Path) -> None:
@@ -154,22 +146,16 @@ class Longer(Regression):
 
 
 LEFT_OUT = (
-    "lightning_fp8: a checkpoint has the FP8 scales of other layers than the model. Those of the layers in both are"
-    " loaded, the others are skipped. In the model but not in the checkpoint: 'extra.input', 'extra.grad_output'."
-    " In the checkpoint but not in the model: 'net.2.input', 'net.2.grad_output'."
+    " Only in the file: 'net.2.input', 'net.2.grad_output'. Only in the model: 'extra.input', 'extra.grad_output'."
 )
 
 
-@pytest.mark.parametrize("way", ["fit", "validate", "load_from_checkpoint"])
-def test_without_strict_loading_other_layers_are_named_and_skipped(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["fit", "validate"])
+def test_without_strict_loading_other_layers_are_named(way: str, tmp_path: Path) -> None:
     model, path = fitted(tmp_path)
     trainer = make_trainer(tmp_path, plugins=Fp8Precision(ignore_modules=["net.2"]), max_epochs=1)
 
     def run() -> Regression:
-        if way == "load_from_checkpoint":
-            loaded = Longer.load_from_checkpoint(path)
-            trainer.predict(loaded, loader())
-            return loaded
         fresh = Longer()
         getattr(trainer, way)(fresh, loader(), ckpt_path=path)
         return fresh
@@ -180,7 +166,8 @@ def test_without_strict_loading_other_layers_are_named_and_skipped(way: str, tmp
         checkpoint["optimizer_states"] = [torch.optim.AdamW(Longer().parameters(), lr=1e-2).state_dict()]
         torch.save(checkpoint, path)
     found: list[Regression] = []
-    assert warned("lightning_fp8: a checkpoint", lambda: found.append(run())) == [LEFT_OUT]
+    (said,) = warned("lightning_fp8: a scaling state", lambda: found.append(run()))
+    assert said.endswith(LEFT_OUT)
     mine, theirs = (scaling_state(one).state_dict()["net.0.input"] for one in (found[0], model))
     assert torch.equal(mine["amax_history"], theirs["amax_history"])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 
 # exponent bits, mantissa bits, bias, largest finite value, and whether the top exponent holds inf and NaN as in IEEE
@@ -62,3 +65,13 @@ def saturating_cast(x: np.ndarray, scale: np.float32 | np.ndarray, fmt: str) -> 
     codes = np.where(magnitude == finite[upper], upper, codes).astype(np.uint8)
     codes = codes | (np.signbit(scaled).astype(np.uint8) << 7)
     return np.where(np.isnan(scaled), 0x7F, codes).astype(np.uint8)
+
+
+def power_of_two_below(amax: float, fmt: str) -> float:
+    """The largest power of two that amax times is at most FP8_MAX, exactly; at most 2^127, and 1 for 0, inf and NaN."""
+    if not amax or not math.isfinite(amax):
+        return 1.0
+    quotient = Fraction(float(DEFINITIONS[fmt][3])) / Fraction(amax)
+    exponent = quotient.numerator.bit_length() - quotient.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > quotient
+    return 2.0 ** min(exponent, 127)

@@ -63,8 +63,8 @@ class Subject:
 class Observer:
     """Observes inputs and gradients of every layer with hooks, and checks the products computed from them."""
 
-    def __init__(self, subject: Subject, is_evaluation: bool = False) -> None:
-        self.net, self.scales, self.is_evaluation = subject.net, subject.scales, is_evaluation
+    def __init__(self, subject: Subject) -> None:
+        self.net, self.scales = subject.net, subject.scales
         self.operands: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.handles: list[Any] = []
         for name, layer in subject.net.named_children():
@@ -78,9 +78,8 @@ class Observer:
         if scaled is not None:
             record = layer.training and torch.is_grad_enabled()
             records = [name for name, child in layers.items() if child.training] if torch.is_grad_enabled() else []
-            self.scales.on_weight(name, record)
-            self.scales.on_cast(record, name if self.is_evaluation else None)
-            x = scaled.input.cast(x, record, self.scales.uses_histories(record))
+            self.scales.recorded |= record
+            x = scaled.input.cast(x, record, in_training=layer.training)
             weights = {name: child.weight.detach().numpy() for name, child in layers.items()}
             weight = self.scales.cast_weight(name, weights, records)
         self.operands[name] = x, weight
@@ -98,9 +97,9 @@ class Observer:
     def on_gradient(self, dy: list[np.ndarray], scaled: ScaledLayer | None, record: bool, gradient: Tensor) -> None:
         dy.append(gradient.detach().numpy())
         if scaled is not None:
-            self.scales.on_cast(record, evaluated=None)
+            self.scales.recorded |= record
             # a gradient that is not recorded belongs to another loss
-            dy[0] = scaled.grad_output.cast(dy[0], record, use_history=record)
+            dy[0] = scaled.grad_output.cast(dy[0], record, in_training=record)
 
     def close(self) -> None:
         for handle in self.handles:

@@ -23,6 +23,7 @@ STRIDES = ("contiguous", "transposed", "every second row", "some columns", "one 
 OF_TENSORS: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
     "delayed, without a history": DelayedScaling(amax_history_len=4),
+    "evaluated": DelayedScaling(amax_history_len=4),
     "current": CurrentScaling(),
     "current with a margin, E4M3": CurrentScaling(margin=2, fp8_format="E4M3"),
 }
@@ -74,7 +75,7 @@ class Made:
     def __init__(self, case: Case, m: int, n: int, k: int) -> None:
         self.case, self.m, self.n, self.k = case, m, n, k
         self.state = ScalingState(["a"], (OF_TENSORS | IN_BLOCKS)[case.scaling])
-        if case.scaling == "delayed":
+        if case.scaling in ("delayed", "evaluated"):
             self.state.amax.fill_(4.0)
             self.state.update()
 
@@ -91,10 +92,10 @@ class Made:
         return torch.ones(rows, columns, dtype=dtype)
 
     def slot(self, role: Role) -> Slot:
-        history, current = self.state.model.scaling_of(self.state.precisions[0], "")
+        current = self.state.model.scaling_of(self.state.precisions[0], self.case.scaling != "evaluated", "")
         state, row = self.state if self.case.flag else None, self.state.indices[self.state.row_of(0, role)]
         fmt = self.state.recipe.format_of(role).name
-        return Slot(self.state.scale, history, row, fmt, state, self.case.flag, "auto", current)
+        return Slot(self.state.scale, self.state.amax_history, row, fmt, state, self.case.flag, "auto", current)
 
     def weight_slot(self) -> WeightSlot:
         state, current = self.state if self.case.flag else None, self.state.recipe.current

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
-from fp8_numpy import DEFINITIONS, code_values, saturating_cast
+from fp8_numpy import DEFINITIONS, code_values, power_of_two_below, saturating_cast
 
 from lightning_fp8 import DelayedScaling
 
 FP32_MAX = np.finfo(np.float32).max
-# the notices that a model gives once, by words in them
+# the notices of a model, by words in them
 NOTICES = {
-    "evaluation": "is evaluated without scales",
-    "other weights": "is evaluated with weights other than",
     "no update": "nothing has updated its scales",
     "nonfinite": "inf or NaN in",
+    "in part": "has been loaded for the layers that are in both",
 }
 
 
@@ -56,24 +54,33 @@ class Delayed:
         self.history: list[np.float32] = []
         self.scale, self.amax = np.float32(1), np.float32(0)
 
-    def cast(self, x: np.ndarray, record: bool, use_history: bool) -> np.ndarray:
+    def cast(self, x: np.ndarray, record: bool, in_training: bool) -> np.ndarray:
+        """In training by the history, or where it is empty by the tensor's own values; else by these, rounded down."""
+        amax = largest(x)
         if record:
-            self.amax = np.maximum(self.amax, largest(x))
-        delayed = use_history and self.history
-        return quantized(x, self.scale if delayed else scale_of_current(largest(x), self.fmt), self.fmt)
+            self.amax = np.maximum(self.amax, amax)
+        if not in_training:
+            return quantized(x, np.float32(power_of_two_below(float(amax), self.fmt)), self.fmt)
+        return quantized(x, self.scale if self.history else scale_of_current(amax, self.fmt), self.fmt)
 
     def update(self, recipe: DelayedScaling) -> None:
         if not np.isfinite(self.amax):
             self.nonfinite_steps += 1
         elif self.amax > 0:
             self.history = [self.amax, *self.history][: recipe.amax_history_len]
-            chosen = self.history[0] if recipe.amax_compute_algo == "most_recent" else max(self.history)
-            self.scale = scale_of(chosen, self.fmt, recipe.margin)
+            self.rescale(recipe)
         self.amax = np.float32(0)
 
-    def load(self, other: Delayed, window: int) -> None:
-        self.history = other.history[:window]
-        self.scale, self.amax, self.nonfinite_steps = other.scale, other.amax, other.nonfinite_steps
+    def rescale(self, recipe: DelayedScaling) -> None:
+        chosen = self.history[:1] if recipe.amax_compute_algo == "most_recent" else self.history
+        self.scale = scale_of(max(chosen), self.fmt, recipe.margin) if chosen else np.float32(1)
+
+    def load(self, other: Delayed | None, recipe: DelayedScaling) -> None:
+        """A tensor that the file does not have begins empty."""
+        self.forget()
+        self.nonfinite_steps = 0 if other is None else other.nonfinite_steps
+        self.history = [] if other is None else other.history[: recipe.amax_history_len]
+        self.rescale(recipe)
 
 
 class Weight:
@@ -81,8 +88,7 @@ class Weight:
 
     def __init__(self) -> None:
         self.nonfinite_steps = 0
-        # what it is, and what it was when the histories were recorded; None if that is not known
-        self.version = self.held = next(_versions)
+        self.version = next(_versions)
         self.amax, self.scale = np.float32(0), np.float32(1)
         self.forget_casts()
 
@@ -143,28 +149,19 @@ class ModelScales:
     def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.layers = {name: ScaledLayer(recipe) for name in names}
-        # the first layer that has run since the last update, then those since the weights were last looked at; the
-        # number of steps at that time, and what was found
-        self.cast: list[str] = []
-        self.updates, self.steps_at_look = 0, None
-        self.fit, self.must_empty = True, False
-        # the layers that have recorded
-        self.recording: set[str] = set()
-        # steps of an optimizer, and whether one is in progress or, without an optimizer, due after an update
-        self.optimizer_steps, self.is_stepping = 0, False
-        # whether anything has been recorded since the last update, and whether any was recorded before it
-        self.recorded = self.may_have_scales = False
-        self.steps = 0
-        self.new_state()
+        # layers of a loaded file that the model does not have yet
+        self.waiting: dict[str, ScaledLayer] = {}
+        # whether anything has been recorded, and whether histories have been loaded, since the last update
+        self.recorded = self.has_loaded = False
+        self.new_notices()
 
-    def new_state(self) -> None:
-        """A copied or loaded state, which gives all notices anew."""
+    def new_notices(self) -> None:
+        """A copy gives all notices anew."""
         self.said: set[str] = set()
         self.due: set[str] = set()
-        self.may_say: set[str] = set()
+        self.loads_in_part = 0
+        # optimizer steps since the last update
         self.steps = 0
-        # by layer: forwards without gradients since the last update
-        self.forwards: Counter[str] = Counter()
 
     def in_fp8(self, name: str) -> ScaledLayer | None:
         layer = self.layers.get(name)
@@ -172,28 +169,6 @@ class ModelScales:
 
     def delayed(self) -> list[Delayed]:
         return [tensor for layer in self.layers.values() for tensor in (layer.input, layer.grad_output)]
-
-    def on_weight(self, name: str, record: bool) -> None:
-        """When a forward begins, all weights are looked at: if one has changed by anything but an optimizer, the
-        histories are emptied if the forward records, and not used if it does not.
-        """
-        if record:
-            self.recording.add(name)
-        begins, own = name in self.cast or not self.cast, self.layers[name].weight
-        self.cast = self.cast[:1] if begins else self.cast
-        if begins or (self.fit and own.version != own.held):
-            self.look()
-            if not self.optimizer_steps:
-                self.is_stepping = False
-        self.cast += [name] if name not in self.cast else []
-        if record and not self.fit:
-            if self.must_empty:
-                for tensor in self.delayed():
-                    tensor.forget()
-                self.may_have_scales = False
-            for layer in self.layers.values():
-                layer.weight.held = layer.weight.version
-            self.fit = True
 
     def cast_weight(self, name: str, weights: Mapping[str, np.ndarray], records: Collection[str]) -> np.ndarray:
         """The weight of a layer as it is now used, of all weights. A forward that records keeps its cast for the rest
@@ -218,39 +193,6 @@ class ModelScales:
         if name in self.layers:
             self.layers[name].weight.kept = None
 
-    def look(self) -> None:
-        steps = self.updates, self.optimizer_steps
-        has_stepped = self.steps_at_look not in (None, steps)
-        self.steps_at_look, self.fit, self.must_empty = steps, True, False
-        for name, layer in self.layers.items():
-            weight = layer.weight
-            if weight.held is None or self.is_stepping or (has_stepped and name not in self.recording):
-                weight.held = weight.version
-            elif weight.held != weight.version:
-                self.fit = False
-                self.must_empty |= name in self.recording
-
-    def uses_histories(self, record: bool) -> bool:
-        return record or self.fit
-
-    def on_weights_stepped(self, names: Collection[str]) -> None:
-        """An optimizer has stepped: the histories remain valid for what it made of these weights."""
-        if self.optimizer_steps:
-            self.is_stepping = False
-        self.look()
-        self.optimizer_steps, self.is_stepping = self.optimizer_steps + 1, False
-        for name in set(names) & set(self.layers):
-            self.layers[name].weight.changed()
-            self.layers[name].weight.held = self.layers[name].weight.version
-
-    def on_cast(self, record: bool, evaluated: str | None) -> None:
-        if record:
-            self.recorded = True
-        elif evaluated and not (self.may_have_scales and self.fit):
-            self.forwards[evaluated] += 1
-            if self.forwards[evaluated] > 2:
-                self.due.add("other weights" if self.may_have_scales else "evaluation")
-
     def update(self) -> None:
         before = self._nonfinite_steps()
         for tensor in self.delayed():
@@ -260,12 +202,8 @@ class ModelScales:
         Steps.made += 1
         if self._nonfinite_steps() > before:
             self.due.add("nonfinite")
-        self.may_have_scales |= self.recorded
-        self.recorded, self.steps = False, 0
-        self.updates += 1
-        self.is_stepping = not self.optimizer_steps
-        self.cast.clear()
-        self.forwards.clear()
+        self.recorded = self.has_loaded = False
+        self.steps = 0
 
     def _nonfinite_steps(self) -> int:
         weights = [layer.weight for layer in self.layers.values()]
@@ -282,71 +220,64 @@ class ModelScales:
             self.due.add("no update")
 
     def on_weights_changed(self, names: Collection[str]) -> None:
-        """Something other than an optimizer has changed these weights, and left a trace."""
+        """These weights have changed, and left a trace."""
         for name in set(names) & set(self.layers):
             self.layers[name].weight.changed()
 
+    def on_weights_loaded(self, names: Collection[str]) -> None:
+        """``load_state_dict`` empties the histories of the layers that it loads, unless theirs came just before."""
+        self.on_weights_changed(names)
+        for name in set(names) & set(self.layers) if not self.has_loaded else ():
+            for tensor in (self.layers[name].input, self.layers[name].grad_output):
+                tensor.forget()
+
+    def reset(self) -> None:
+        for tensor in self.delayed():
+            tensor.forget()
+
     def load(self, saved: ModelScales) -> None:
         for name, layer in self.layers.items():
-            # a checkpoint holds moves, and no schedule
-            layer.has_fallen = saved.layers[name].has_fallen
-            layer.input.load(saved.layers[name].input, self.recipe.amax_history_len)
-            layer.grad_output.load(saved.layers[name].grad_output, self.recipe.amax_history_len)
-        self.may_have_scales = any(tensor.history for tensor in self.delayed())
-        self.recorded = any(tensor.amax != 0 for tensor in self.delayed())
+            self._load(layer, saved.layers.get(name))
+        self.waiting = {name: layer for name, layer in saved.layers.items() if name not in self.layers}
+        self.loads_in_part += set(saved.layers) != set(self.layers)
         self.said.discard("nonfinite")
-        self.on_histories_replaced()
-        # they belong to the weights of the next forward, which may be loaded later
-        for layer in self.layers.values():
-            layer.weight.held = None
-        self.cast.clear()
+        self.recorded, self.has_loaded = False, True
 
-    def on_histories_replaced(self) -> None:
-        self.recording = {
-            name for name, layer in self.layers.items() if layer.input.history or layer.grad_output.history
-        }
-        self.may_have_scales = bool(self.recording)
-
-    def saved(self) -> ModelScales:
-        """What a checkpoint holds: no histories of other weights than those that the model has now."""
-        self.look()
-        other = copy.deepcopy(self)
-        for tensor in other.delayed() if not self.fit else ():
-            tensor.forget()
-        return other
+    def _load(self, layer: ScaledLayer, saved: ScaledLayer | None) -> None:
+        if saved is not None:
+            # a checkpoint holds moves, and no schedule
+            layer.has_fallen = saved.has_fallen
+        layer.input.load(None if saved is None else saved.input, self.recipe)
+        layer.grad_output.load(None if saved is None else saved.grad_output, self.recipe)
 
     def copy(self) -> ModelScales:
         """Of a copied model, whose weights are new ones."""
         other = copy.deepcopy(self)
-        other.cast, other.steps_at_look = [], None
-        other.fit, other.optimizer_steps, other.is_stepping = True, 0, False
         for layer in other.layers.values():
-            weight = layer.weight
-            is_known = weight.held in (None, weight.version)
-            weight.changed()
-            weight.held = weight.version if is_known else -1
-            weight.forget_casts()
-        other.on_histories_replaced()
-        other.new_state()
+            layer.weight.changed()
+            layer.weight.forget_casts()
+        other.recorded = other.has_amaxes()
+        other.new_notices()
         return other
 
+    def has_amaxes(self) -> bool:
+        return any(tensor.amax != 0 for tensor in self.delayed())
+
     def convert_again(self, names: Sequence[str]) -> None:
-        """Layers that stay converted keep their scales."""
-        if list(names) != list(self.layers):
-            before = copy.copy(self.layers)
-            self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
-            self.cast, self.updates, self.steps_at_look = [], 0, None
-            self.fit, self.optimizer_steps, self.is_stepping = True, 0, False
-            for layer in self.layers.values():
-                layer.weight.forget_casts()
-                if layer.weight.held is None:
-                    layer.weight.held = layer.weight.version
-            self.on_histories_replaced()
-            self.new_state()
+        """Layers that stay converted keep their scales; others begin empty, or with what a file had for them."""
+        if list(names) == list(self.layers):
+            return
+        before = self.layers
+        self.layers = {name: before.get(name, ScaledLayer(self.recipe)) for name in names}
+        for name in self.layers.keys() - before.keys() & self.waiting.keys():
+            self._load(self.layers[name], self.waiting[name])
+        for name in names:
+            self.waiting.pop(name, None)
+        self.said.discard("nonfinite")
+        self.recorded = self.has_amaxes()
 
     def check_said(self, said: Sequence[str]) -> None:
-        """The due notices, once each, and no others."""
-        assert len(said) == len(set(said)), said
-        assert self.due - self.said <= set(said) <= (self.due | self.may_say) - self.said
-        self.said |= set(said)
-        self.due, self.may_say = set(), set()
+        """The due notices, once each, and no others; of files for other layers, each load has one."""
+        assert sorted(said) == sorted([*(self.due - self.said), *self.loads_in_part * ["in part"]])
+        self.said |= self.due
+        self.due, self.loads_in_part = set(), 0

@@ -24,6 +24,7 @@ from lightning_fp8.ops.operand import (
     CurrentScale,
     Fp8Operand,
     Groups,
+    ScaleFrom,
     Slot,
     WeightSlot,
     columns_shape,
@@ -119,7 +120,7 @@ def _new_blocks(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], block_casts.Result]:
     """Memory for the cast of a tensor of this shape, and what a kernel writes to."""
     y, y_t, scale_inv, scale_inv_t = tensors = blocks.new_cast(slot.scale, shape, slot.current, layout)
-    amax, _, _ = slot.open()
+    amax, _ = slot.open()
     result = block_casts.Result(
         None if amax is None else (slot.index, amax),
         None if layout == "columns" else (y, scale_inv),
@@ -357,10 +358,13 @@ def _with_view(cast: Cast) -> Cast:
 
 def _used(result: casts.Result) -> Tensor:
     """The scale used by a cast; exact if it came from the state."""
+    own = result.scale_inv.reciprocal()
+    if result.scale_from != ScaleFrom.HISTORY:
+        return own
     delayed = result.scale.index_select(0, result.index)[0]
     if result.current_amax is None:
         return delayed
-    return torch.where(result.newest[0].index_select(0, result.index)[0] > 0, delayed, result.scale_inv.reciprocal())
+    return torch.where(result.newest[0].index_select(0, result.index)[0] > 0, delayed, own)
 
 
 def _by_rows(x: Tensor) -> tuple[Tensor, bool]:
@@ -399,11 +403,10 @@ def new_result(
 ) -> casts.Result:
     """What a kernel reads of the state, and memory for what it writes about a tensor ``[rows, columns]``; empty
     payloads where none is requested. Of groups, each has a scale; 1 where it has no row."""
-    amax, goes_with_weights, is_there = slot.open()
+    amax, is_there = slot.open()
     scale, newest, index = slot[:3]
     device, current, after = scale.device, None, None
     if not is_there:
-        newest = newest if goes_with_weights else torch.zeros_like(newest[:1])
         one_each = () if groups is None else index.shape
         current, after = torch.zeros(one_each, dtype=torch.float32, device=device), _after_measuring(slot)
     # of torch's ways to allocate, the one that takes the least host time
@@ -424,7 +427,8 @@ def new_result(
         scale_inv, of_tile = empty_strided((), (), dtype=torch.float32, device=device), None
     else:
         scale_inv, of_tile = torch.ones(index.shape, dtype=torch.float32, device=device), groups.of_tile
-    return casts.Result(scale, newest, index, amax, scale_inv, y, y_t, partial, current, after, of_tile)
+    scale_from = int(slot.current.scale_from)
+    return casts.Result(scale, newest, index, amax, scale_inv, y, y_t, partial, current, after, of_tile, scale_from)
 
 
 def _after_measuring(slot: Slot) -> Callable[[Tensor], object] | None:

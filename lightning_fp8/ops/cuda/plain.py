@@ -12,15 +12,7 @@ from torch import Tensor
 
 from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import (
-    BLOCK,
-    as_asked,
-    by_element,
-    max_abs,
-    record_amax,
-    scale_of_current,
-    update_scales,
-)
+from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, own_scale, record_amax, update_scales
 from lightning_fp8.ops.counting import count, is_counting
 from lightning_fp8.ops.cuda import self_test_products
 from lightning_fp8.ops.cuda.layouts import as_taken
@@ -39,12 +31,13 @@ def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, T
     """See the operator ``lightning_fp8::cast``."""
     x, fmt = activate(x, activation), FORMATS[slot.format]
     current = max_abs(x)
-    amax, may_use_history, _ = slot.open()
+    amax, _ = slot.open()
     if amax is not None:
         record_amax(amax, slot.index, current)
-    delayed = slot.scale.index_select(0, slot.index)[0]
-    has_history = (slot.amax_history[0].index_select(0, slot.index)[0] > 0) & may_use_history
-    used = torch.where(has_history, delayed, scale_of_current(as_asked(current, slot.current), fmt))
+    used = own_scale(current, slot.current, fmt)
+    if slot.uses_history:
+        has_history = slot.amax_history[0].index_select(0, slot.index)[0] > 0
+        used = torch.where(has_history, slot.scale.index_select(0, slot.index)[0], used)
     if is_counting(slot):
         count(x, used, slot)
     return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())

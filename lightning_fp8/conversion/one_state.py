@@ -1,0 +1,172 @@
+"""One scaling state for a model, which follows it: through further conversions, copies of parts and joined parts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_fp8.conversion.shared_inputs import share_inputs
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.modules.shared_input import SharedInput
+from lightning_fp8.ops.operand import live_states
+from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.state import ScalingState
+
+
+class Member(NamedTuple):
+    """A GEMM of a model.
+
+    Attributes:
+        path: of its layer in the model, with the layer's name for the GEMM.
+        gemm: the GEMM; None for a layer that is being converted.
+    """
+
+    path: str
+    gemm: Gemm | None
+
+
+def path_of_gemm(layer: str, name: str) -> str:
+    """The path of a GEMM in a model, from that of its layer and the layer's name for it."""
+    return ".".join(filter(None, (layer, name)))
+
+
+def arrange(
+    members: Sequence[Member], recipe: Recipe, device: torch.device, rename: bool
+) -> tuple[ScalingState, range]:
+    """Give all members one state: that which most of them have under their paths, extended in place, or a new one.
+
+    Layers of that state outside of the members stay in it if the members are a part of their model, and otherwise get
+    one of their own.
+
+    Args:
+        members: the GEMMs of a model, or of a part of one.
+        recipe: for a new state.
+        device: likewise.
+        rename: whether the layers of a part that is alone in a larger model get the names that they have there.
+
+    Returns:
+        The state, and the positions of the members, whose GEMMs without a state are still to be made.
+    """
+    states = [*dict.fromkeys(gemm.state for _, gemm in members if gemm is not None)]
+    if not states:
+        return ScalingState([path for path, _ in members], recipe, device), range(len(members))
+    state = max(states, key=lambda known: sum(_is_named(member, known) for member in members))
+    prefix, outer = _position_in(members, state)
+    if not outer or rename or not all(path.startswith(outer) for path, _ in members):
+        outer = ""
+    mine = {gemm for _, gemm in members}
+    outside = [gemm for gemm in _gemms(state) if gemm not in mine]
+    if outside and not prefix:
+        _move(outside, ScalingState([gemm.name for gemm in outside], recipe, state.device))
+        outside = []
+    names = [*(gemm.name for gemm in outside), *(prefix + path.removeprefix(outer) for path, _ in members)]
+    names = [name.removesuffix(".") for name in names]
+    gemms: list[Gemm | None] = [*outside, *(gemm for _, gemm in members)]
+    positions = range(len(outside), len(gemms))
+    if tuple(names) != state.module_names or any(
+        gemm is None or gemm.state is not state or gemm.module != at for at, gemm in enumerate(gemms)
+    ):
+        _move(gemms, state, names)
+    return state, positions
+
+
+def _is_named(member: Member, state: ScalingState) -> bool:
+    return member.gemm is not None and member.gemm.state is state and member.gemm.name == member.path
+
+
+def _position_in(members: Sequence[Member], state: ScalingState) -> tuple[str, str]:
+    """What the names of a state have in front of the paths of its members, and these in front of the names."""
+    known = [(path, gemm.name) for path, gemm in members if gemm is not None and gemm.state is state]
+    found = {(_in_front(path, of=name), _in_front(name, of=path)) for path, name in known}
+    prefix, outer = found.pop() if len(found) == 1 else (None, None)
+    return prefix or "", outer or ""
+
+
+def _in_front(end: str, of: str) -> str | None:
+    """``of`` without its ``end``; None if it does not end so."""
+    if not end:
+        return f"{of}." if of else ""
+    return of.removesuffix(end) if of == end or of.endswith(f".{end}") else None
+
+
+def _gemms(state: ScalingState) -> Iterator[Gemm]:
+    """The GEMMs of the layers that are in this state now."""
+    for position in range(len(state.module_names)):
+        gemm = state.model.gemms.get(position)
+        if isinstance(gemm, Gemm) and gemm.layer is not None and gemm in getattr(gemm.layer, "fp8", {}).values():
+            yield gemm
+
+
+def _move(gemms: Sequence[Gemm | None], state: ScalingState, names: Sequence[str] | None = None) -> None:
+    """Give GEMMs these places in a state, with all that they have; None for those that are still to be made."""
+    sources = {at: (gemm.state, gemm.module) for at, gemm in enumerate(gemms) if gemm is not None}
+    state.arrange(state.module_names if names is None else names, sources)
+    place_of = {source: at for at, source in sources.items()}
+    groups: dict[int, SharedInput] = {}
+    for at, gemm in enumerate(gemms):
+        if gemm is None:
+            continue
+        group = gemm.shared_input
+        if group is not None and id(group) not in groups:
+            places = [place_of.get((gemm.state, position)) for position in group.modules]
+            groups[id(group)] = SharedInput([place for place in places if place is not None])
+        gemm.move(state, at, None if group is None else groups[id(group)])
+
+
+def state_of(module: nn.Module, layers: Iterable[Fp8Module]) -> ScalingState:
+    """The scaling state that a model's converted layers share; see :func:`lightning_fp8.scaling_state`."""
+    states = {id(layer.scaling_state): layer.scaling_state for layer in layers}
+    if not states:
+        raise ValueError(f"{type(module).__name__} has no FP8 layers: call `lightning_fp8.convert` on it first.")
+    state = next(iter(states.values())) if len(states) == 1 else _join(module, list(states.values()))
+    _asked[module] = weakref.ref(state)
+    return state
+
+
+def _join(module: nn.Module, states: Sequence[ScalingState]) -> ScalingState:
+    """Give the parts of a model, converted separately or copied, one scaling state.
+
+    Raises:
+        ValueError: if they have different recipes, or are on different devices.
+    """
+    for other in states[1:]:
+        for what, one, another in (
+            ("recipes", states[0].recipe, other.recipe),
+            ("devices", states[0].device, other.device),
+        ):
+            if one != another:
+                raise ValueError(
+                    f"{type(module).__name__} consists of parts with different {what}, {one} and {another}, which"
+                    " cannot have one scaling state. Ask for that of each part: `lightning_fp8.scaling_state(part)`."
+                )
+    modules = list(named_modules(module))
+    layers = [(path, layer) for path, layer in modules if isinstance(layer, Fp8Module)]
+    members = [Member(path_of_gemm(path, name), gemm) for path, layer in layers for name, gemm in layer.fp8.items()]
+    state, _ = arrange(members, states[0].recipe, states[0].device, rename=False)
+    share_inputs([layer for _, layer in modules])
+    return state
+
+
+# by model: its state when it was last asked for
+_asked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ScalingState]] = weakref.WeakKeyDictionary()
+
+
+def state_now(module: nn.Module) -> ScalingState | None:
+    """The scaling state of a model at a step of its run; None while it is not converted.
+
+    The model's layers are gone through only where the process has layers in another state: these may have become a part
+    of the model since, and then every process of a distributed run finds that at the same step.
+    """
+    reference = _asked.get(module)
+    state = None if reference is None else reference()
+    is_alone = not any(other is not state and other.model.gemms for other in live_states())
+    if state is not None and not state.model.has_ended and is_alone:
+        return state
+    layers = [layer for layer in module.modules() if isinstance(layer, Fp8Module)]
+    return state_of(module, layers) if layers else None
