@@ -7,9 +7,10 @@ are checked, packed and passed on, and nothing is launched. Each layer is in a s
 training (histories filled, weights cast), under bf16 autocast. torch's plain layers are timed in the same run; they do
 compute, which takes next to no time at this size.
 
-The table has microseconds per layer, the smallest of several repetitions, plain and converted in turns: forward, and
-forward with backward. The last two lines are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of
-a converted Llama block to a plain one.
+The table has microseconds per layer, the smallest of several repetitions, plain and converted in turns: forward,
+forward with backward, and a forward of evaluation, within `weights_unchanged`, which measures each input before its
+cast. The last two lines are the ratios of forward with backward of `Fp8Linear` to `nn.Linear`, and of a converted
+Llama block to a plain one.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import pstats
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.no_kernels import LlamaBlock, serve_cpu, set_steady_state
-from lightning_fp8 import convert
+from lightning_fp8 import convert, weights_unchanged
 
+# contexts of what is timed, which last as long as the process
+_OPEN = ExitStack()
 FEATURES = 16
 LAYERS = 8
 
@@ -39,7 +43,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def _stack(name: str, is_converted: bool) -> Callable[[], Tensor]:
+def _stack(name: str, is_converted: bool, evaluates: bool = False) -> Callable[[], Tensor]:
     """A forward through eight layers."""
     make, shape = CASES[name]
     torch.manual_seed(0)
@@ -53,7 +57,14 @@ def _stack(name: str, is_converted: bool) -> Callable[[], Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)  # type: ignore[no-any-return]
 
-    return forward
+    def evaluate() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    if evaluates:
+        model.eval()
+        _OPEN.enter_context(weights_unchanged(model))
+    return evaluate if evaluates else forward
 
 
 def _step(forward: Callable[[], Tensor]) -> None:
@@ -88,16 +99,16 @@ def main() -> None:
     if arguments.profile:
         _profile(arguments.profile)
         return
-    print(f"{'microseconds a layer':24}{'':10}{'plain':>10}{'':10}{'converted':>10}")
-    print(f"{'':24}{'forward':>10}{'+backward':>10}{'forward':>10}{'+backward':>10}")
+    print(f"{'microseconds a layer':24}{'':20}{'plain':>10}{'':20}{'converted':>10}")
+    print(f"{'':24}" + 2 * f"{'forward':>10}{'+backward':>10}{'evaluation':>11}")
     ratios = {}
     for name in CASES:
-        forwards = [_stack(name, is_converted) for is_converted in (False, True)]
-        runs: list[Callable[[], object]] = [
-            run for forward in forwards for run in (forward, functools.partial(_step, forward))
-        ]
+        runs: list[Callable[[], object]] = []
+        for is_converted in (False, True):
+            forward = _stack(name, is_converted)
+            runs += [forward, functools.partial(_step, forward), _stack(name, is_converted, evaluates=True)]
         times = _microseconds(runs, arguments.repetitions, arguments.calls)
-        ratios[name] = times[3] / times[1]
+        ratios[name] = times[4] / times[1]
         print(f"{name:24}{''.join(f'{us:10.1f}' for us in times)}", flush=True)
     for name, ratio in ratios.items():
         print(f"ratio {name} {ratio:.2f}")

@@ -121,7 +121,7 @@ class Training:
     def update(self) -> None:
         """The rest of the step, after :meth:`backward`, in the order of a Trainer."""
         if self._optimizer is None:
-            # an in-place change increments the version; the update of the scales takes it for an optimizer's
+            # as an in-place change does, so that weights are cast again
             torch.autograd.graph.increment_version(list(self.model.parameters()))
         if self.scaling is not None:
             self.scaling.update()

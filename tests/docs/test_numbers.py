@@ -164,12 +164,7 @@ def test_packages_built_on_lightning() -> None:
     assert [(row["case"], row["variant"]) for row in rows] == [(name, one) for name in PACKAGES for one in PRECISIONS]
     assert table(rows) in text_of(page)
     for row in rows:
-        if row["variant"] == "fp8-delayed":
-            assert row["difference_with_scales"] == 0
-            weights_alone = row["case"].startswith(("neuralforecast", "scvi-tools", "torch_geometric"))
-            assert (row["difference"] > 0) == weights_alone
-        else:
-            assert row["difference"] == 0
+        assert row["difference"] == 0
         assert row["command"].startswith("python -m benchmarks.packages build/packages ")
         assert row["command"].endswith(f"--out {file}")
         assert row["command"] in commands_of(page)
