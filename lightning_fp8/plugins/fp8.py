@@ -281,8 +281,7 @@ class Fp8Precision(PrecisionCore):
     @contextmanager
     def _in_loop(self, record: bool) -> Iterator[None]:
         if self._loop_weights.is_first_step(self._trainer):
-            # names layers that were added since the last loop
-            self._whole_state  # noqa: B018
+            self._asked_state()
         with self._loop_weights.in_step(self._trainer, record), self.forward_context():
             yield
 
@@ -304,8 +303,7 @@ class Fp8Precision(PrecisionCore):
 
     @override
     def teardown(self) -> None:
-        # names layers that were added in the run
-        self._whole_state  # noqa: B018
+        self._asked_state()
         for state in self._states:
             state.model.notices.on_end(state)
         self._loop_weights.end()
@@ -322,17 +320,17 @@ class Fp8Precision(PrecisionCore):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The scaling state, keyed by tensor name: empty before set-up, and where no layer runs in FP8."""
-        state = self._whole_state
+        state = self._asked_state()
         return {} if state is None else state.state_dict()
 
-    @property
-    def _whole_state(self) -> ScalingState | None:
+    def _asked_state(self) -> ScalingState | None:
+        """The scaling state of the model; asking for it names layers that were added since."""
         model = self._model
         return scaling_state(model) if model is not None and is_converted(model) else None
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        strict, state = getattr(self._model, "strict_loading", True), self._whole_state
+        strict, state = getattr(self._model, "strict_loading", True), self._asked_state()
         # empty if no layer ran in FP8 in the run that saved it
         if state is not None and state_dict:
             state.load_state_dict(state_dict)
