@@ -64,8 +64,8 @@ class Result(NamedTuple):
         y: ``[rows, columns] uint8``, written; row-contiguous. Empty if not requested.
         y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``. Empty likewise.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written; None for the output of an activation.
-        current_amax: ``[] float32``, initially zero; receives the amax by which a tensor is scaled that has no history,
-            or uses none, measured by a first launch where it is needed. None for a tensor that has and uses one.
+        current_amax: ``[] float32``, initially zero; receives the amax of a tensor that is scaled by its own values;
+            a first launch measures it if needed. None for a tensor that is scaled by its history.
         after_measuring: changes ``current_amax`` in place between the launch that measures it and the one that uses it.
         group_of_tile: ``[ceil(rows / 128)] int32``, the group of each 128 rows, or -1: nothing is written for these.
             The tiles of a group follow each other; ``scale_inv`` of a group without any is not written. None where the

@@ -1,4 +1,4 @@
-"""What a tensor is at a moment: the one rule by which its copies are known to be stale."""
+"""Stamps of tensors: a copy is stale once the stamp of its source has changed."""
 
 from __future__ import annotations
 

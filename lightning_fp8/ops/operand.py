@@ -33,7 +33,7 @@ class State(Protocol):
 
 
 def take_handle(state: State, former: int = 0) -> int:
-    """A number by which :func:`state_of` finds the state for as long as it exists, in place of its ``former`` one."""
+    """Registers the state under a new number, for :func:`state_of`, and drops its ``former`` number."""
     handle = next(_handles)
     _states.pop(former, None)
     _states[handle] = state
@@ -202,7 +202,7 @@ class ScaleFrom(IntEnum):
 
 
 class CurrentScale(NamedTuple):
-    """How a tensor is scaled, and by which of its own values where it uses no history.
+    """How a tensor is scaled, by its history or by its own values.
 
     Attributes:
         margin: powers of two kept free above the largest value.
