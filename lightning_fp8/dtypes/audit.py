@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_fp8.dtypes.buffers import buffer_dtypes as stored_buffers
 from lightning_fp8.dtypes.storage import kept_parameters, running_statistics
 from lightning_fp8.modules.paths import check_patterns, plain_path
 from lightning_fp8.ops.formats import dtype_name
@@ -85,8 +86,9 @@ def audit(
     """Compare the dtypes of a model's tensors with what they should be.
 
     Floating point parameters should have ``param_dtype``, or fp32 inside modules that ``keep_fp32`` matches; gradients
-    the dtype of their parameter; optimizer state that dtype or a wider one; buffers the dtype they had before, and
-    running statistics of a normalisation the dtype of its weight.
+    the dtype of their parameter; optimizer state that dtype or a wider one; running statistics of a normalisation the
+    dtype of its weight. Beside parameters in bf16 other buffers follow them, or stay in fp32 as
+    :func:`~lightning_fp8.dtypes.buffers.buffer_dtypes` says; else they have the dtype they had before.
 
     Args:
         model: the model, plain or converted.
@@ -109,7 +111,8 @@ def audit(
         rows.append(_row("parameter", plain_path(name), parameter, expected))
         if parameter.grad is not None:
             rows.append(_row("gradient", plain_path(name), parameter.grad, parameter.dtype))
-    rows.extend(_buffer_rows(model, buffer_dtypes or {}))
+    following = {} if param_dtype is None else stored_buffers(model, param_dtype, keep_fp32)
+    rows.extend(_buffer_rows(model, following, buffer_dtypes or {}))
     rows.extend(_state_rows(model, optimizers))
     return DtypeReport(tuple(rows))
 
@@ -119,11 +122,13 @@ def buffer_dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
     return {plain_path(name): buffer.dtype for name, buffer in model.named_buffers()}
 
 
-def _buffer_rows(model: nn.Module, before: Mapping[str, torch.dtype]) -> Iterator[DtypeRow]:
-    statistics = {id(buffer): weight.dtype for buffer, weight in running_statistics(model)}
+def _buffer_rows(
+    model: nn.Module, following: Mapping[int, torch.dtype], before: Mapping[str, torch.dtype]
+) -> Iterator[DtypeRow]:
+    expected = {**following, **{id(buffer): weight.dtype for buffer, weight in running_statistics(model)}}
     for name, buffer in model.named_buffers():
         path = plain_path(name)
-        yield _row("buffer", path, buffer, statistics.get(id(buffer), before.get(path)))
+        yield _row("buffer", path, buffer, expected.get(id(buffer), before.get(path)))
 
 
 def _state_rows(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[DtypeRow]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_fp8.dtypes.buffers import buffer_dtypes, computes_in_fp32, is_weighted_loss, warn_of_ruined_buffers
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import modules_inside, named_modules, topmost_matches
@@ -39,10 +40,12 @@ _FORWARD_BEFORE = "_forward_before"
 def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()) -> None:
     """Give floating point parameters their storage dtype, on the same ``Parameter`` objects.
 
-    What ``keep_fp32`` matches is stored in fp32. Buffers stay as they are, except running statistics of normalisations,
-    which torch requires in the dtype of the normalisation's weight.
+    What ``keep_fp32`` matches is stored in fp32. For buffers see :func:`~lightning_fp8.dtypes.buffers.buffer_dtypes`;
+    running statistics have the dtype of their normalisation's weight, which torch requires.
     """
     kept_ids = kept_parameters(module, keep_fp32)
+    of_buffers = buffer_dtypes(module, dtype, keep_fp32)
+    warn_of_ruined_buffers(module, of_buffers)
     dtypes: dict[int, torch.dtype] = {}
     for parameter in module.parameters():
         # at least two bytes: quantized and FP8 parameters are left alone
@@ -51,10 +54,19 @@ def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[
             dtypes[id(parameter)] = torch.float32 if id(parameter) in kept_ids else dtype
             if parameter.grad is not None:
                 dtypes[id(parameter.grad)] = dtypes[id(parameter)]
+            of_buffers.pop(id(parameter), None)
     for statistics, weight in running_statistics(module):
-        dtypes[id(statistics)] = dtypes[id(weight)]
+        of_buffers[id(statistics)] = dtypes[id(weight)]
+    shared: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def stored(tensor: Tensor) -> Tensor:
+        if id(tensor) not in of_buffers:
+            return tensor.to(dtypes.get(id(tensor), tensor.dtype))
+        # a buffer of two modules stays one tensor; the old one is held, so that no new one gets its `id`
+        return shared.setdefault(id(tensor), (tensor, tensor.to(of_buffers[id(tensor)])))[1]
+
     # `module.to` goes through `_apply` too, so sharded and converted modules are handled
-    module._apply(lambda tensor: tensor.to(dtypes.get(id(tensor), tensor.dtype)))
+    module._apply(stored)
 
 
 def kept_parameters(module: nn.Module, keep_fp32: Sequence[str]) -> set[int]:
@@ -82,7 +94,8 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
     - A hook casts the floating point inputs of a plain torch layer to the dtype of its parameters. Under autocast,
       which casts the operands of most layers itself, only layers with 16-bit parameters get the hook.
     - What ``keep_fp32`` matches runs in fp32, without autocast, on fp32 inputs; its outputs come back in the dtype of
-      its first floating point input (without one, in the default dtype).
+      its first floating point input (without one, in the default dtype). Without autocast, so do modules whose buffers
+      need fp32, and the inputs of torch's losses with weights of classes are cast to fp32.
     - Under autocast, on a CPU whose oneDNN has no bf16 LSTM, an ``nn.LSTM`` with fp32 parameters runs in fp32 too; the
       first call warns.
 
@@ -90,7 +103,7 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
     """
     release_inputs(module)
     for layer in topmost_matches(module, keep_fp32):
-        if next(layer.parameters(), None) is not None:
+        if next(_tensors(layer), None) is not None:
             _replace_forward(layer, _forward_in_fp32)
     inside_kept = modules_inside(module, keep_fp32)
     lstms = {path: layer for path, layer in named_modules(module) if layer not in inside_kept and _is_fp32_lstm(layer)}
@@ -99,7 +112,13 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
         for layer in lstms.values():
             _replace_forward(layer, _lstm_forward, names)
     for layer in module.modules():
-        if layer not in inside_kept and _must_agree(layer, under_autocast):
+        if layer in inside_kept:
+            continue
+        if not under_autocast and computes_in_fp32(layer):
+            _replace_forward(layer, _forward_in_fp32)
+        if not under_autocast and is_weighted_loss(layer):
+            vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_fp32, with_kwargs=True),)
+        elif _must_agree(layer, under_autocast):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
 
 
@@ -155,6 +174,15 @@ def _to_parameter_dtype(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, 
     return _inputs_to(args, kwargs, dtype)
 
 
+def _to_fp32(layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _inputs_to(args, kwargs, torch.float32)
+
+
+def _tensors(layer: nn.Module) -> Iterator[Tensor]:
+    yield from layer.parameters()
+    yield from layer.buffers()
+
+
 def _dtype_of(layer: nn.Module) -> torch.dtype | None:
     for parameter in layer._parameters.values():
         if parameter is not None:
@@ -190,7 +218,8 @@ def _without_autocast(
     tensors = [x for x in values if isinstance(x, Tensor)]
     came_in = next((x.dtype for x in tensors if x.is_floating_point()), torch.get_default_dtype())
     args, kwargs = _inputs_to(args, kwargs, dtype)
-    with torch.autocast((tensors[0] if tensors else next(layer.parameters())).device.type, enabled=False):
+    device = (tensors[0] if tensors else next(_tensors(layer))).device
+    with torch.autocast(device.type, enabled=False):
         output = _own_forward(layer, forward, args, kwargs)
     return _floating_to(output, came_in, [])
 

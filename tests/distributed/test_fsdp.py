@@ -33,15 +33,43 @@ def watch(layer, args):
     gathered.add(layer.weight.dtype)
 
 
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", 10.0 ** -torch.arange(32.0).div(8))
+
+    def forward(self, x):
+        seen["frequencies"] = str(self.inv_freq.dtype)
+        return torch.einsum("bi,i->bi", x, self.inv_freq.cos())
+
+
+class Front(nn.Module):
+    # a product with a parameter, of what was multiplied by buffers
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = Rotation()
+        self.product = nn.Parameter(torch.eye(32))
+        self.register_buffer("gain", torch.full((32,), 1.5))
+
+    def forward(self, x):
+        seen["gain"] = str(self.gain.dtype)
+        return (self.rotation(x) * self.gain) @ self.product
+
+
+seen = {{}}
+
+
 class Encoder(Regression):
     def __init__(self):
         super().__init__()
+        self.front = Front()
         self.encoder = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True)
         # its gradient on rank 0 is 1, on rank 1 2**-9: a sum in bf16 loses the latter
         self.probe = nn.Linear(32, 1, bias=False)
 
     def forward(self, x):
-        return self.net(self.encoder(x[:, None])[:, 0])
+        return self.net(self.encoder(self.front(x)[:, None])[:, 0])
 
     def training_step(self, batch, batch_idx):
         share = 1.0 if dist.get_rank() == 0 else 2.0**-9
@@ -57,7 +85,7 @@ class Encoder(Regression):
         if api == "fsdp2" and self.device_mesh is not None and not hasattr(self, "sharded"):
             self.sharded = True
             policy = fsdp2_policy(plugin)
-            for part in (self.encoder, self.net, self.probe):
+            for part in (self.front, self.encoder, self.net, self.probe):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
 
 
@@ -102,6 +130,7 @@ else:
         result["val_loss"] = nn.functional.mse_loss(sharded(x).float(), y)
     result["losses"] = torch.stack(losses)
     result["stored"] = sorted(str(p.dtype) for p in sharded.parameters())
+result["buffers"] = seen
 result["gathered"] = sorted(map(str, gathered))
 torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
@@ -142,6 +171,7 @@ def test_fsdp2(precision: str, reduce_dtype: str, tmp_path: Path) -> None:
     assert set(first["stored"]) == {stored}
     assert first["optimizer"] == [stored]
     assert first["gathered"] == ["torch.bfloat16"]
+    assert first["buffers"] == {"frequencies": "torch.float32", "gain": stored}
     exact = (1 + 2**-9) / 2
     kept = reduce_dtype == "float32" and precision != "bf16-true"
     assert first["probe_gradient"].tolist() == [exact if kept else 0.5]
@@ -157,7 +187,9 @@ def test_fsdp1(precision: str, tmp_path: Path) -> None:
         assert rank["losses"][-2:].mean() < rank["losses"][:2].mean()
         assert rank["val_loss"].isfinite()
         assert rank["gathered"] == ["torch.bfloat16"]
-        assert set(rank["stored"]) == {"torch.bfloat16" if precision == "bf16-true" else "torch.float32"}
+        stored = "torch.bfloat16" if precision == "bf16-true" else "torch.float32"
+        assert set(rank["stored"]) == {stored}
+        assert rank["buffers"] == {"frequencies": "torch.float32", "gain": stored}
 
 
 def test_compute_dtype_is_what_is_gathered() -> None:

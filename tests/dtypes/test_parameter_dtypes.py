@@ -113,12 +113,12 @@ def test_every_kind_of_layer_trains_and_evaluates(precision: Any, asked: Any, ex
     torch.manual_seed(0)
     model = Everything()
     identities = {name: id(p) for name, p in model.named_parameters()}
-    positions = model.positions.clone()
+    positions = model.positions.to(expected)
     model = plugin.convert_module(model)
     assert {name: id(p) for name, p in model.named_parameters()} == identities
     assert set(dtypes(model).values()) == {expected}
     assert torch.equal(model.positions, positions)
-    assert model.positions.dtype == torch.float32
+    assert model.positions.dtype == expected
     assert (model.steps.dtype, model.batch_norm.num_batches_tracked.dtype) == (torch.int64, torch.int64)
     # torch refuses running statistics whose dtype differs from that of the weight
     assert model.batch_norm.running_mean.dtype == expected
