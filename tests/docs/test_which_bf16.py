@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from documented import measured, table_of
-from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
 
-from lightning_fp8 import Bf16TruePrecision, fsdp2_policy
+from lightning_fp8 import fsdp2_policy
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.tools.compare.variants import by_default
@@ -95,16 +94,6 @@ def test_lightnings_own_dtypes_under_fsdp(precision: str) -> None:
     # the strategy's own setting takes precedence over any plugin
     strategy = FSDPStrategy(mixed_precision=torch.distributed.fsdp.MixedPrecision(reduce_dtype=torch.float16))
     assert strategy.mixed_precision_config.reduce_dtype == torch.float16
-
-
-def test_buffers_in_bf16_true() -> None:
-    found = []
-    for plugin in (HalfPrecision("bf16-true"), Bf16TruePrecision()):
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        module.register_buffer("frequencies", torch.ones(2))
-        module = plugin.convert_module(module)
-        found.append((module.frequencies.dtype, module[1].running_mean.dtype))
-    assert found == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 
 
 def test_measured_bytes_times_and_updates() -> None:
