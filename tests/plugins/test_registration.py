@@ -168,6 +168,7 @@ def test_a_misspelt_string_gets_the_right_one(make: Any, asked: Any, meant: str 
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16", 16])
+@pytest.mark.filterwarnings("ignore:.*fp16 is not supported on CPU")
 @pytest.mark.parametrize("options", [{}, {"strategy": "ddp"}])
 def test_what_lightning_replaces_with_bf16_is_ours(precision: Any, options: dict[str, Any]) -> None:
     """On a CPU, Lightning replaces fp16 by ``bf16-mixed``, with a warning."""
