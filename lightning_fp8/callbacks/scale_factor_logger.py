@@ -43,7 +43,8 @@ class ScaleFactorLogger(RunWatcher):
 
     - ``fp8/<role>/<quantity>/min``, ``median`` and ``max``, in the unit of the quantity.
 
-    With ``histograms``, for loggers that support them (TensorBoard): ``fp8/<role>/log2_scale``, no unit.
+    With ``histograms``, for loggers that support them (TensorBoard), over all tensors of a role that have a scale:
+    ``fp8/<role>/log2_scale``, no unit.
 
     With ``prog_bar``, in the progress bar and ``trainer.callback_metrics``, not in loggers:
 
@@ -133,8 +134,6 @@ class ScaleFactorLogger(RunWatcher):
 def _summaries(quantity: str, values: Tensor) -> dict[str, float]:
     summaries: dict[str, float] = {}
     for role, some in by_role(values).items():
-        samples = some[~some.isnan()]
-        if len(samples):
-            numbers = {"min": samples.min(), "median": samples.quantile(0.5), "max": samples.max()}
-            summaries |= {f"fp8/{role}/{quantity}/{name}": number.item() for name, number in numbers.items()}
+        numbers = {"min": some.min(), "median": some.quantile(0.5), "max": some.max()}
+        summaries |= {f"fp8/{role}/{quantity}/{name}": number.item() for name, number in numbers.items()}
     return summaries

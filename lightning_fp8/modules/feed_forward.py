@@ -26,6 +26,7 @@ from lightning_fp8.modules.functional import (
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.phase import Phase
+from lightning_fp8.ops.library import backward_may_follow
 from lightning_fp8.ops.operand import Layer
 
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -144,7 +145,7 @@ def _run_fused(
         check_input(part, "input", x, _weight(part))
     gemms, phase, dtype = [part.fp8[""] for part in parts], parts[0].phase, output_dtype(x)
     *first, last = [_as_layer(part, phase, dtype) for part in parts]
-    with_gradients = torch.is_grad_enabled()
+    with_gradients = backward_may_follow()
     x_fp8 = cast_input(gemms[0], x, phase, with_gradients and any(layer.weight.requires_grad for layer in first))
     for gemm in gemms[1:-1]:
         # it takes the same cast

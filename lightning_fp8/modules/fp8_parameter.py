@@ -17,7 +17,7 @@ from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, scale_of_curren
 from lightning_fp8.ops.blocks import block_scale, square_amaxes
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format, dtype_name
-from lightning_fp8.ops.library import can_keep_copies
+from lightning_fp8.ops.library import backward_may_follow, can_keep_copies
 from lightning_fp8.ops.operand import CurrentScale, WeightSlot, by_columns
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -221,7 +221,7 @@ class Fp8Parameter(Tensor):
             # dgrad takes the values
             return payload, payload.mT
         has_scales = content.scale_inv.dim() > payload.dim() - 2
-        if not (torch.is_grad_enabled() and needs_transposed_payload(payload.device, payload.shape, has_scales)):
+        if not (backward_may_follow() and needs_transposed_payload(payload.device, payload.shape, has_scales)):
             return payload, payload.mT
         payload_t = by_columns(payload)
         # FSDP frees a gathered payload, and would not free this

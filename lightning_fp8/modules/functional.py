@@ -23,7 +23,7 @@ from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import can_keep_copies, is_watched, on_gpu
+from lightning_fp8.ops.library import backward_may_follow, can_keep_copies, is_watched, on_gpu
 from lightning_fp8.ops.operand import Fp8Operand, as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -57,7 +57,7 @@ class Fp8Weight(NamedTuple):
         if of.weight_scaling.blocks and splits_block and not is_held(of.weight):
             # without the state, which must keep the amax and scale of the whole weight
             slot = of.slots["weight", Phase.EVALUATION]._replace(state=None)
-            return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, torch.is_grad_enabled()))
+            return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, backward_may_follow()))
         if operand.scale_inv.dim() and len(operand.scale_inv) > 1:
             scales = operand.scale_inv
             if len(scales) == len(self.weight):
@@ -96,7 +96,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
         return Fp8Weight(gemm.n_by_k(weight), None)
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
-    keep_columns = torch.is_grad_enabled()
+    keep_columns = backward_may_follow()
     trains = phase is Phase.TRAINING
     may_keep = weight_cast.is_kept and (trains or weight_cast.assumptions > 0) and can_keep_copies(parameter)
     operand = weight_cast.get(parameter) if may_keep else None
@@ -143,7 +143,7 @@ def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Fp8Operand
         operands = [cast(Fp8Operand, cast_weight(gemm, stack, phase, part).operand) for gemm, part in parts]
     else:
         check_same_device(gemms[0], stack)
-        together, keep = [(gemm, stack) for gemm in gemms], torch.is_grad_enabled()
+        together, keep = [(gemm, stack) for gemm in gemms], backward_may_follow()
         with normal_tensors() if may_keep else nullcontext():
             operands = cast_together(together, [None] * len(gemms), phase, keep)
         for gemm, operand in zip(gemms, operands, strict=True) if may_keep else ():
@@ -159,7 +159,7 @@ def _must_count(gemm: Gemm, phase: Phase) -> bool:
 
 def _needs_cast(precision: LayerPrecision) -> bool:
     """Whether a product takes the weight in FP8: in a forward without gradients that is fprop alone."""
-    return precision.casts("weight") if torch.is_grad_enabled() else precision.fprop_in_fp8
+    return precision.casts("weight") if backward_may_follow() else precision.fprop_in_fp8
 
 
 def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
@@ -197,7 +197,7 @@ def cast_input(
     circumstances = phase, gemm.model.changes
     operand: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
     if operand is None or (keep and operand.by_columns.dim() != 2) or (by_rows and operand.by_rows.dim() != 2):
-        by_columns = keep or (torch.is_grad_enabled() and gemm.sharers_need_columns())
+        by_columns = keep or (backward_may_follow() and gemm.sharers_need_columns())
         operand = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
         shared.put("fp8", gemm.module, x, circumstances, operand)
     return operand
@@ -215,7 +215,7 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, ph
     if operand is None or gemm.precision.in_bf16:
         return _linear_in_part(gemm, x, weight, bias, phase, dtype)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.by_rows.shape[0])
-    watched, keep = is_watched(x), parameter.requires_grad and torch.is_grad_enabled()
+    watched, keep = is_watched(x), parameter.requires_grad and backward_may_follow()
     x_fp8 = cast_input(gemm, x, phase, keep, watched=watched)
     dy = gemm.slots["grad_output", phase]
     linear = ops.linear if watched else ops.linear.cpu
@@ -227,7 +227,7 @@ def _linear_in_part(
 ) -> Tensor:
     """Like :func:`fp8_linear`, for a layer with products that are not in FP8: all of them if it fell back."""
     (parameter, operand, is_kept), precision = weight, gemm.precision
-    with_gradients = torch.is_grad_enabled()
+    with_gradients = backward_may_follow()
     if not (precision.in_fp8 and (with_gradients or precision.fprop_in_fp8)):
         let_go_of_input(gemm)
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))

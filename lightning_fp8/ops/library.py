@@ -231,13 +231,26 @@ def is_watched(x: Tensor) -> bool:
     )
 
 
+def backward_may_follow() -> bool:
+    """Whether what backward needs is to be made.
+
+    That is always so in ``torch.jit.trace``, which traces again without gradients, and raises if the programs differ.
+    """
+    return torch.is_grad_enabled() or _get_tracing_state() is not None
+
+
 def can_keep_copies(weight: Tensor) -> bool:
     """Whether the current context can detect a stale copy, and may run different operators when there is a copy.
 
-    Nothing in a compiled or captured graph can see whether a copy is stale. A dispatch mode, such as that of selective
-    checkpointing, must see the same operators when a forward is recomputed.
+    Nothing in a compiled, traced or captured graph can see whether a copy is stale. A dispatch mode, such as that of
+    selective checkpointing, must see the same operators when a forward is recomputed.
     """
-    return not (is_dynamo_compiling() or _len_torch_dispatch_stack() or is_capturing(weight.is_cuda))
+    return not (
+        is_dynamo_compiling()
+        or _get_tracing_state() is not None
+        or _len_torch_dispatch_stack()
+        or is_capturing(weight.is_cuda)
+    )
 
 
 def implement(

@@ -27,7 +27,14 @@ from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.loops import LoopWeights
-from lightning_fp8.plugins.settings import FP8_PRECISIONS, GemmString, arguments_of, as_torch_dtype, recipe_argument
+from lightning_fp8.plugins.settings import (
+    FP8_PRECISIONS,
+    GemmString,
+    RecipeOfConfiguration,
+    arguments_of,
+    as_torch_dtype,
+    recipe_argument,
+)
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
@@ -355,6 +362,5 @@ def _say_once(kind: str, message: str) -> None:
     rank_zero_info(message)
 
 
-# Configurations give mappings alone: after `recipe=fp8-current`, jsonargparse would take `recipe.margin=1` for all of
-# the recipe, and of a class it keeps only the fields, which may be those of another class.
-Fp8Precision.__init__.__annotations__["recipe"] = dict[str, Any] | None
+# the type by which configurations are checked: mappings are also what overrides of single fields are added to
+Fp8Precision.__init__.__annotations__["recipe"] = RecipeOfConfiguration | dict[str, Any] | None

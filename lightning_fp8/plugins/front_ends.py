@@ -91,7 +91,11 @@ def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callab
         if isinstance(plugin, PrecisionCore):
             string = plugin.precision
         elif plugin is not None or string not in ours:
-            return original(connector)
+            lightnings = original(connector)
+            # on a CPU, Lightning itself has replaced "16-mixed"
+            string = getattr(connector, front_end.string_attribute)
+            if plugin is not None or string not in ours:
+                return lightnings
         if isinstance(strategy, foreign):
             if string in FP8_PRECISIONS or plugin is not None:
                 raise ValueError(

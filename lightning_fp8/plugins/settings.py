@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
+from lightning_fp8.runtime.after_import import after_import
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import closest
 from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
@@ -47,6 +49,10 @@ def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:
     return decorate
 
 
+class RecipeOfConfiguration(dict[str, Any]):
+    """Marks an argument that configurations give as :func:`recipe_argument` takes it; jsonargparse makes its fields."""
+
+
 def recipe_argument(recipe: Any) -> Recipe | None:
     """The recipe for an argument: a recipe, its precision string, its fields, or its class as configurations name it.
 
@@ -54,15 +60,40 @@ def recipe_argument(recipe: Any) -> Recipe | None:
         ValueError: for another string or class, a field out of range.
         TypeError: for anything else, a field that the recipe does not have.
     """
+    return as_recipe(_fields(recipe) if isinstance(recipe, (str, Mapping)) else recipe)
+
+
+def _fields(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping for :func:`~lightning_fp8.scaling.recipe.as_recipe`.
+
+    Raises:
+        ValueError: for another string or class.
+        AttributeError: for what is neither a string nor a mapping.
+    """
+    precisions = {kind.__name__: precision for precision, kind in RECIPES.items()}
     if isinstance(recipe, str):
-        recipe = {"precision": recipe}
-    elif isinstance(recipe, Mapping) and "class_path" in recipe:
-        precisions = {kind.__name__: precision for precision, kind in RECIPES.items()}
-        name = str(recipe["class_path"]).rpartition(".")[2]
-        check_choice("`recipe`: `class_path`", name, precisions)
-        fields = {key: value for key, value in recipe.items() if key not in ("class_path", "init_args")}
-        recipe = {"precision": precisions[name], **(recipe.get("init_args") or {}), **fields}
-    return as_recipe(recipe)
+        recipe = {"class_path" if recipe.rpartition(".")[2] in precisions else "precision": recipe}
+    fields: dict[str, Any] = {}
+    # in their order, as overrides are added to what a file has
+    for key, value in recipe.items():
+        if key == "class_path":
+            name = str(value).rpartition(".")[2]
+            check_choice("`recipe`: `class_path`", name, precisions)
+            fields["precision"] = precisions[name]
+        else:
+            fields |= (value or {}) if key == "init_args" else {key: value}
+    if "precision" in fields:
+        check_choice("`recipe`: `precision`", fields["precision"], RECIPES)
+    return fields
+
+
+def _register_with_jsonargparse() -> None:
+    sys.modules["jsonargparse.typing"].register_type(RecipeOfConfiguration, dict, _fields)
+
+
+# Of a string followed by an override, such as `recipe=fp8-current` and `recipe.margin=1`, jsonargparse would keep the
+# override alone, and of a class only the fields, which may be those of another class.
+after_import("jsonargparse", _register_with_jsonargparse)
 
 
 def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:

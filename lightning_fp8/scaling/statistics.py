@@ -84,8 +84,9 @@ def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 
 
 def by_role(values: Tensor) -> dict[str, Tensor]:
-    """Values of all tensors ``[R]`` -> those of each role ``[R / 3]``, in the order of the modules."""
-    return dict(zip(LAYOUT, values.chunk(len(LAYOUT)), strict=True))
+    """Values of all tensors ``[R]`` -> those of each role but NaN, in the order of the modules; none is empty."""
+    chunks = zip(LAYOUT, values.chunk(len(LAYOUT)), strict=True)
+    return {role: present for role, some in chunks if len(present := some[~some.isnan()])}
 
 
 def scales_in_words(state: ScalingState) -> list[str]:

@@ -20,6 +20,7 @@ from lightning_fp8 import (
     DelayedScaling,
     Fp8Precision,
     MXScaling,
+    PrecisionSchedule,
     QuantizationProbe,
     ScaleFactorLogger,
     ScaleWatchdog,
@@ -353,6 +354,44 @@ def test_histograms_and_several_loggers(tmp_path: Path) -> None:
     assert names == {
         f"fp8/{role}/{q}/{s}" for role in ROLES for q in QUANTITIES_OF[role] for s in ("min", "median", "max")
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "drawn"),
+    [
+        # by role, the layers that have a scale in the last step
+        ({"overrides": {"*": {"dgrad": "bf16", "wgrad": "bf16"}}}, None, {"input": [0, 2], "weight": [0, 2]}),
+        ({}, {2: {"dgrad": "bf16", "wgrad": "bf16"}}, {"input": [0, 2], "weight": [0, 2]}),
+        ({}, {0: "bf16"}, {}),
+        ({"overrides": {"net.2": "bf16"}}, None, {role: [0] for role in ROLES}),
+        # a weight with inf has no scale in E8M0
+        ({"recipe": "fp8-mx"}, None, {"input": [0, 2], "grad_output": [0, 2], "weight": [2]}),
+    ],
+)
+def test_histograms_have_the_tensors_with_a_scale(
+    options: Any, schedule: Any, drawn: dict[str, list[int]], tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class InfiniteWeight(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if options.get("recipe") == "fp8-mx" and batch_idx == 3:
+                self.net[0].weight.data[0, 0] = math.inf
+
+    logger, model = TensorBoardLogger(tmp_path), seeded(InfiniteWeight)
+    callbacks: list[Any] = [ScaleFactorLogger(every_n_steps=4)]
+    callbacks += [] if schedule is None else [PrecisionSchedule(schedule)]
+    make_trainer(tmp_path, logger=logger, plugins=Fp8Precision(**options), callbacks=callbacks).fit(model, loader())
+    events = EventAccumulator(logger.log_dir).Reload()
+    state, found = scaling_state(model), {}
+    for name in events.Tags()["histograms"]:
+        histogram = events.Histograms(name)[-1].histogram_value
+        found[name] = [histogram.num, histogram.min, histogram.max, histogram.sum]
+    expected = {}
+    for role, layers in drawn.items():
+        bits = [math.log2(state.scale[state.names.index(f"net.{layer}.{role}")]) for layer in layers]
+        expected[f"fp8/{role}/log2_scale"] = pytest.approx([len(bits), min(bits), max(bits), sum(bits)], rel=1e-6)
+    assert found == expected
 
 
 def test_fractions_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

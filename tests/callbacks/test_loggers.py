@@ -12,9 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from lit import loader, make_trainer, seeded
+from lit import Regression, loader, make_trainer, seeded
 
 from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger, scaling_state
+from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.scaling import ScalingState
 
 # values by key and step
@@ -111,6 +112,33 @@ def test_every_logger_is_given_every_number(tmp_path: Path) -> None:
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
     ratios = {path: first.numbers[f"fp8/{path}/sqnr_db"] for path in ("net.0", "net.2")}
     assert ratios == {path: {3: by_step[3], 7: probe.sqnr_db[path]} for path, by_step in ratios.items()}
+
+
+class Traced(Regression):
+    """Has an example input, and the layers of an encoder before a feed-forward block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.randn(4, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        self.net = torch.nn.Sequential(torch.nn.Unflatten(1, (1, 32)), layer, torch.nn.Flatten(), self.net)
+
+
+@pytest.mark.filterwarnings("ignore:.*might cause the trace to be incorrect")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_graph_of_a_model(precision: str, tmp_path: Path) -> None:
+    """A run that logs its graph is the run that does not, and the graph has the layers' operators."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = []
+    for logged in (False, True):
+        model, logger = seeded(Traced), TensorBoardLogger(tmp_path, log_graph=logged)
+        make_trainer(tmp_path, precision=precision, logger=logger).fit(model, loader())
+        losses.append(torch.stack(model.losses))
+    assert torch.equal(*losses)
+    graph = EventAccumulator(logger.log_dir).Reload().Graph()
+    operators = {node.op for node in graph.node}
+    assert ("lightning_fp8::mlp" in operators) == precision.startswith("fp8-")
 
 
 @pytest.mark.parametrize("kinds", [("mlflow",), ("tensorboard",), ("wandb", "csv")])

@@ -5,13 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import feed_forward_blocks
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, scaling_state
+from lightning_fp8 import (
+    Bf16MixedPrecision,
+    BlockScaling,
+    DelayedScaling,
+    MXScaling,
+    convert,
+    scaling_state,
+    weights_unchanged,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*legacy TorchScript.*", "ignore:.*deprecated.*")
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -21,12 +30,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
+def trained(build: Callable[[], nn.Module], **settings: Any) -> tuple[nn.Module, Tensor]:
     """A converted model with scales, in evaluation, and an input that partly exceeds the scales' range."""
     torch.manual_seed(0)
-    model = convert(build())
+    model = convert(build(), **settings)
     x = torch.randn(2, 5, 32)
-    model(x).square().mean().backward()
+    model(x.clone().requires_grad_()).square().mean().backward()
     scaling_state(model).update()
     x[0, 0] *= 3
     return model.eval(), x
@@ -60,12 +69,56 @@ def test_a_program_is_the_model_and_knows_no_other(name: str, strict: bool, tmp_
     assert torch.equal(state.amax, amax)
 
 
-def test_a_traced_model_is_the_model(tmp_path: Path) -> None:
+IN_PART = {"overrides": {"*": {"dgrad": "bf16"}, "2": {"wgrad": "bf16"}}}
+
+
+@pytest.mark.parametrize("traced_in", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {"recipe": recipe}) for name in MODELS for recipe in (DelayedScaling(), BlockScaling(), MXScaling())),
+        ("mlp", IN_PART),
+        ("gated", {"recipe": BlockScaling(), "frozen_weights": "fp8"}),
+    ],
+)
+def test_a_traced_model_is_the_model(name: str, settings: Any, traced_in: Any, tmp_path: Path) -> None:
+    """Torch traces again without gradients, and raises if the second program is another one."""
+    build = MODELS[name]
+    if "frozen_weights" in settings:
+        build = lambda: MODELS[name]().requires_grad_(False)  # noqa: E731
+    model, x = trained(build, **settings)
+    with traced_in():
+        torch.jit.save(torch.jit.trace(model, (x,)), tmp_path / "model.pt")
+    x.requires_grad_()
+    y, again = model(x), torch.jit.load(tmp_path / "model.pt")(x)
+    assert torch.equal(again, y)
+    gradients = [torch.autograd.grad(output.square().sum(), x)[0] for output in (y, again)]
+    assert torch.equal(*gradients)
+    assert gradients[0].norm() > 0
+
+
+def test_a_program_is_not_traced_with_a_cast_that_is_kept() -> None:
     model, x = trained(MODELS["mlp"])
     with torch.no_grad():
-        y = model(x)
-        torch.jit.save(torch.jit.trace(model, (x,)), tmp_path / "model.pt")
-        assert torch.equal(torch.jit.load(tmp_path / "model.pt")(x), y)
+        with weights_unchanged(model):
+            first = torch.jit.trace(model, (x,))
+            model(x)
+            second = torch.jit.trace(model, (x,))
+        for weight in model.parameters():
+            weight.mul_(2)
+        for program in (first, second):
+            assert torch.equal(program(x), model(x))
+
+
+def test_a_program_is_not_traced_with_a_copy_that_is_kept() -> None:
+    model, x = Bf16MixedPrecision(weight_copy=True).convert_module(MODELS["mlp"]()), torch.randn(2, 5, 32)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        model(x).sum().backward()
+        program = torch.jit.trace(model, (x,))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(2)
+        assert torch.equal(program(x), model(x))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -19,6 +19,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_fp8 import Bf16MixedPrecision, BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.trainer import PLUGINS
+from lightning_fp8.scaling.recipe import RECIPES
 
 # every argument of each, with a value that is not its default
 SHARED = {"keep_fp32": ("layer",), "dtype_mismatch": "warn", "reduce_dtype": torch.bfloat16}
@@ -98,19 +99,31 @@ def test_the_recipe_comes_first(recipe: Any, expected: Any) -> None:
 
 RECIPE = "--trainer.plugins.recipe"
 CURRENT = "lightning_fp8.CurrentScaling"
+SHORT = {"class_path": "DelayedScaling", "init_args": {"margin": 1, "amax_history_len": 4}}
 
 
 @pytest.mark.parametrize(
     ("given", "arguments", "expected"),
     [
+        *((precision, [], recipe()) for precision, recipe in RECIPES.items()),
+        (CURRENT, [], CurrentScaling()),
+        ("MXScaling", [], MXScaling()),
+        ({"precision": "fp8-block", "power_of_2_scales": True}, [], BlockScaling(power_of_2_scales=True)),
         ({"class_path": CURRENT}, [], CurrentScaling()),
         ({"class_path": CURRENT, "init_args": {"margin": 1}}, [], CurrentScaling(margin=1)),
+        (SHORT, [], DelayedScaling(margin=1, amax_history_len=4)),
+        # overrides of what a file has, and of what an override has
+        ("fp8-current", [f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
+        ("fp8-mx", [f"{RECIPE}.weight_blocks=[32,32]"], MXScaling(weight_blocks=(32, 32))),
         ({"margin": 1}, [f"{RECIPE}.wgrad=bf16"], DelayedScaling(margin=1, wgrad="bf16")),
+        (SHORT, [f"{RECIPE}.margin=2"], DelayedScaling(margin=2, amax_history_len=4)),
+        (SHORT, [f"{RECIPE}.init_args.margin=2"], DelayedScaling(margin=2, amax_history_len=4)),
+        (SHORT, [f"{RECIPE}=fp8-block"], BlockScaling()),
+        ({"margin": 1}, [f"{RECIPE}.class_path=CurrentScaling"], CurrentScaling(margin=1)),
         (None, [f"{RECIPE}.precision=fp8-current", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
         (None, [f"{RECIPE}.class_path={CURRENT}", f"{RECIPE}.init_args.margin=1"], CurrentScaling(margin=1)),
-        # of these jsonargparse would keep the margin alone
-        (None, [f"{RECIPE}=fp8-current", f"{RECIPE}.margin=1"], SystemExit),
-        (None, [f"{RECIPE}={CURRENT}", f"{RECIPE}.margin=1"], SystemExit),
+        (None, [f"{RECIPE}=fp8-current", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
+        (None, [f"{RECIPE}={CURRENT}", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
     ],
 )
 @pytest.mark.parametrize("in_list", [False, True])
@@ -118,12 +131,42 @@ def test_recipes_in_configurations(
     tmp_path: Path, given: Any, arguments: list[str], expected: Any, in_list: bool
 ) -> None:
     plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {} if given is None else {"recipe": given}}
-    plugins = [plugin] if in_list else plugin
-    if expected is SystemExit:
-        with pytest.raises(SystemExit):
-            from_yaml(tmp_path, plugins, *arguments)
-    else:
-        assert from_yaml(tmp_path, plugins, *arguments).recipe == expected
+    assert from_yaml(tmp_path, [plugin] if in_list else plugin, *arguments).recipe == expected
+
+
+def test_a_recipe_among_other_settings_and_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init_args = {"recipe": "fp8-block", "overrides": {"layer": {"wgrad": "bf16"}}, "keep_fp32": ["layer"]}
+    plugins = [
+        {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"},
+        {"class_path": "Fp8Precision", "init_args": init_args},
+    ]
+    plugin = from_yaml(tmp_path, plugins)
+    assert (plugin.recipe, plugin.overrides, plugin.keep_fp32) == (BlockScaling(), init_args["overrides"], ("layer",))
+    # a configuration that the command line writes is one that it reads
+    with pytest.raises(SystemExit):
+        from_yaml(tmp_path, plugins, "--print_config")
+    (tmp_path / "written.yaml").write_text(capsys.readouterr().out)
+    again = LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "written.yaml")]).trainer
+    assert again.precision_plugin.recipe == BlockScaling()
+    assert again.precision_plugin.overrides == plugin.overrides
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("fp8-delay", "must be one of 'fp8-delayed', 'fp8-current', 'fp8-block', 'fp8-mx', got 'fp8-delay'"),
+        ({"class_path": "lightning_fp8.DelayScaling"}, "must be one of 'DelayedScaling', 'CurrentScaling', 'BlockS"),
+    ],
+)
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_wrong_recipe_in_a_configuration(
+    wrong: Any, named: str, in_list: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"recipe": wrong}}
+    # a mapping is refused by the plugin, a string by the parser
+    with pytest.raises((SystemExit, ValueError)) as error:
+        from_yaml(tmp_path, [plugin] if in_list else plugin)
+    assert named in f"{error.value}{capsys.readouterr().err}"
 
 
 # the advice in an error is correct: it names every plugin that takes the argument, and no other

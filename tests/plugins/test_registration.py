@@ -167,6 +167,32 @@ def test_a_misspelt_string_gets_the_right_one(make: Any, asked: Any, meant: str 
     assert "'fp8-delayed'" in lightnings
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16", 16])
+@pytest.mark.filterwarnings("ignore:.*fp16 is not supported on CPU")
+@pytest.mark.parametrize("options", [{}, {"strategy": "ddp"}])
+def test_what_lightning_replaces_with_bf16_is_ours(precision: Any, options: dict[str, Any]) -> None:
+    """On a CPU, Lightning replaces fp16 by ``bf16-mixed``, with a warning."""
+    options = {"accelerator": "cpu", "devices": 1, **options, "precision": precision}
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+        made = trainer(**options)
+    assert (type(made.precision_plugin), made.precision) == (Bf16MixedPrecision, "bf16-mixed")
+    assert made.strategy.precision_plugin is made.precision_plugin
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+        plugin = lf.Fabric(**options)._precision
+    assert (type(plugin), type(plugin.plugin), plugin.precision) == (FabricPrecision, Bf16MixedPrecision, "bf16-mixed")
+    register(bf16=False)
+    assert type(trainer(**options).precision_plugin) is stock.MixedPrecision
+    assert type(lf.Fabric(**options)._precision) is fabric_stock.MixedPrecision
+
+
+def test_fp16_on_a_gpu_and_plugins_stay_lightnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = stock.MixedPrecision("bf16-mixed", "cpu")
+    assert trainer(plugins=given).precision_plugin is given
+    with_cuda(monkeypatch)
+    made = trainer(precision="16-mixed", accelerator="cuda")
+    assert (type(made.precision_plugin), made.precision) == (stock.MixedPrecision, "16-mixed")
+
+
 def test_what_stays_lightnings() -> None:
     with pytest.raises(ValueError, match="invalid strategy name") as error:
         trainer(precision="fp8", strategy="nonsense")
