@@ -43,6 +43,11 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """query ``[L, E]``, ``[L, B, E]`` or, with ``batch_first``, ``[B, L, E]`` -> output of that shape, weights."""
+        if not isinstance(self, SdpaMultiheadAttention):
+            # plain again, with a forward of the user's around this one
+            return nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         self._check(query, key, value, attn_mask, is_causal)
         is_batched, batch_first = query.dim() == 3, self.batch_first
         q, k, v = (self._heads(x, is_batched, batch_first) for x in self._in_projections(query, key, value))
