@@ -46,7 +46,7 @@ class QuantizationProbe(RunWatcher):
         every_n_steps: optimizer steps between two probes.
 
     Attributes:
-        sqnr_db: by module path, of the newest probe.
+        sqnr_db: by module path, of the newest probe of the last fit.
         outliers: ``kurtosis`` and ``outlier_share``, each by module path, of the newest probe.
 
     Raises:
@@ -65,6 +65,7 @@ class QuantizationProbe(RunWatcher):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.sqnr_db, self.outliers = {}, {}
         if self._starts(trainer, pl_module, "compare"):
             self._layers = dict(converted(pl_module))
             self._inputs = InputStatistics(self._layers, pl_module)

@@ -58,8 +58,9 @@ class ScaleWatchdog(RunWatcher):
     help there. Checkpoints record this and ``describe`` shows it too. Under a recipe without histories the action is
     ``"fallback"``, and a warning says so.
 
-    With ``cooldown``, a layer that this callback moved returns to what the run has for it, at the first check so many
-    steps after its last move. Checkpoints hold the steps since then.
+    With ``cooldown``, a layer that this callback moved in the run returns to what the run has for it, at the first
+    check so many steps after its last move. Checkpoints hold the steps since then. A fit without a checkpoint begins
+    anew: what was moved before stays.
 
     At each check it logs, to all loggers:
 
@@ -150,6 +151,12 @@ class ScaleWatchdog(RunWatcher):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._since_move = dict(state_dict.get("since_move", {}))
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # before a checkpoint is loaded: layers that an earlier fit moved stay, as those that the user moved
+        if stage == "fit":
+            self._since_move = {}
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -260,7 +267,8 @@ class ScaleWatchdog(RunWatcher):
         to_bf16 = {state.module_of(row) for _, row in in_trouble} - to_current
         before = set(state.current_modules)
         state.switch("move", {**dict.fromkeys(to_bf16, BF16), **dict.fromkeys(to_current, Choice(is_current=True))})
-        moved = [name for name in state.current_modules if name not in before]
+        # a layer that runs in bf16 already, and takes the same input, is not moved
+        moved = [name for name in state.current_modules if name not in before.union(state.fallbacks)]
         modules = [state.module_names.index(name) for name in moved]
         self._begin_anew(state, modules)
         names = [state.module_names[module] for module in sorted(to_bf16)]

@@ -68,7 +68,7 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     return {
         layer: ", ".join(dict.fromkeys(_note(gemm, weight, uses) for gemm, weight in layer.gemms()))
         for layer in modules
-        if isinstance(layer, Fp8Module) and layer.config.frozen_weights == "fp8"
+        if isinstance(layer, Fp8Module) and layer.scaling_state.config.frozen_weights == "fp8"
     }
 
 

@@ -169,7 +169,11 @@ def conversion_plan(
     overrides = resolved_overrides(modules, settings)
     if overrides is not None:
         new["overrides"] = overrides
-    config = Fp8Config(**{"recipe": default(), **new}) if fp8_layer is None else replace(fp8_layer.config, **new)
+    config = (
+        Fp8Config(**{"recipe": default(), **new})
+        if fp8_layer is None
+        else replace(fp8_layer.scaling_state.config, **new)
+    )
     products = products_in_bf16(modules, config.recipe, config.overrides)
     if overrides is None:
         # the patterns may refer to paths in a larger model

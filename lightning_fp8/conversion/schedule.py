@@ -53,7 +53,8 @@ class Schedule:
             _check_order([key for key in self.entries if isinstance(key, kind)], self.entries)
         # the model that it was started for, and its number of planned steps
         self._run: tuple[weakref.ref[nn.Module], int | None] | None = None
-        # the positions in `_choices` are those of a state's layers at this time
+        # the positions in `_choices` are those of this state's layers at this time
+        self._state: weakref.ref[ScalingState] | None = None
         self._generation = 0
         self._steps: list[int] = []
         self._choices: list[dict[int, Choice]] = []
@@ -83,8 +84,12 @@ class Schedule:
         late = ", ".join(f"{key!r}" for key, step in zip(self.entries, steps) if step >= last)
         if late:
             warnings.warn(f"PrecisionSchedule: the run has {last} steps, and never reaches {late}.", stacklevel=2)
-        self._generation, self._steps, self._choices, self.now = state.model.generation, steps, choices, None
-        self._run = weakref.ref(model), planned_steps
+        self._run, self._steps = (weakref.ref(model), planned_steps), steps
+        self._choose(choices, state)
+
+    def _choose(self, choices: list[dict[int, Choice]], state: ScalingState) -> None:
+        self._choices, self._state, self._generation = choices, weakref.ref(state), state.model.generation
+        self.now = None
 
     def _choices_for(self, modules: Sequence[tuple[str, nn.Module]], state: ScalingState) -> list[dict[int, Choice]]:
         return [_choices(key, value, modules, state) for key, value in self.entries.items()]
@@ -102,19 +107,22 @@ class Schedule:
         """The entry in force when this many optimizer steps have been made, counted from 1; 0 before the first."""
         return sum(first <= step for first in self._steps)
 
+    def _is_in_force(self, entry: int, state: ScalingState) -> bool:
+        """Whether the layers still run as this entry says: another run may have ended the schedule, for all of them."""
+        choices = self._choices[entry - 1] if entry else {}
+        first = next((position for position, choice in choices.items() if choice != AS_SET), None)
+        return first is None or state.precisions[first].of("schedule") != AS_SET
+
     def apply(self, step: int) -> str:
         """Let the model run as the schedule says after this many optimizer steps; returns what changed, in words."""
         entry, model = self.entry_at(step), None if self._run is None else self._run[0]()
         state = None if model is None else state_now(model)
         if model is None or state is None:
             return ""
-        if state.model.generation != self._generation:
-            self._choices, self._generation = (
-                self._choices_for(list(named_modules(model)), state),
-                state.model.generation,
-            )
-            self.now = None
-        if entry == self.now:
+        is_same = self._state is not None and self._state() is state and state.model.generation == self._generation
+        if not is_same:
+            self._choose(self._choices_for(list(named_modules(model)), state), state)
+        if entry == self.now and self._is_in_force(entry, state):
             return ""
         before, self.now = self.now, entry
         every = dict.fromkeys(range(len(state.module_names)), AS_SET)

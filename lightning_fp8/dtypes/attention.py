@@ -55,6 +55,7 @@ class AttentionDtypes:
 
     Attributes:
         models: searched for the path of a module; without them no path is named.
+        said: what has been reported about these models.
 
     Raises:
         TypeError: from the attention call, with ``mismatch="error"``.
@@ -64,7 +65,7 @@ class AttentionDtypes:
         self.compute_dtype = compute_dtype
         self.mismatch = mismatch
         self.models: list[weakref.ref[nn.Module]] = []
-        self._said: set[str] = set()
+        self.said: set[str] = set()
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,8 +95,8 @@ class AttentionDtypes:
         message = f"scaled_dot_product_attention in {place} got {came}"
         if self.mismatch == "error":
             raise TypeError(f"{message}. Cast them to one dtype, or use `dtype_mismatch='align'`.")
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self.said:
+            self.said.add(message)
             warnings.warn(f"{message}: cast to {dtype_name(dtype)}.", stacklevel=3)
 
     def _place(self, operand: Tensor) -> str | None:

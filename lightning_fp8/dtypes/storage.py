@@ -34,7 +34,7 @@ _STRICT_LAYERS = (
 # Autocast casts the operands of the other layers to one dtype.
 _STRICT_UNDER_AUTOCAST = (nn.Bilinear,)
 _HANDLES = "_dtype_handles"
-_FORWARD_BEFORE = "_forward_before"
+_REPLACED = "_replaced_forward"
 
 
 def store_parameters(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str] = ()) -> None:
@@ -127,16 +127,18 @@ def release_inputs(module: nn.Module) -> None:
     for layer in module.modules():
         for handle in vars(layer).pop(_HANDLES, ()):
             handle.remove()
-        if _FORWARD_BEFORE in vars(layer):
-            before = vars(layer).pop(_FORWARD_BEFORE)
+        before, ours = vars(layer).pop(_REPLACED, (None, None))
+        # a forward that the user has set since stays, as does the removal of ours
+        if ours is not None and vars(layer).get("forward") is ours:
             del vars(layer)["forward"]
             vars(layer).update({} if before is None else {"forward": before})
 
 
 def _replace_forward(layer: nn.Module, forward: Callable[..., Any], *arguments: Any) -> None:
     # on the object rather than by hooks: torch.compile does not let hooks switch autocast
-    vars(layer)[_FORWARD_BEFORE] = before = vars(layer).get("forward")
-    vars(layer)["forward"] = partial(forward, layer, before, *arguments)
+    before = vars(layer).get("forward")
+    vars(layer)["forward"] = ours = partial(forward, layer, before, *arguments)
+    vars(layer)[_REPLACED] = before, ours
 
 
 def _is_fp32_lstm(layer: nn.Module) -> bool:
@@ -193,6 +195,9 @@ def _dtype_of(layer: nn.Module) -> torch.dtype | None:
 
 
 def _forward_in_fp32(layer: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    # what the user has wrapped around it may call it after its release
+    if not hasattr(layer, _REPLACED):
+        return _own_forward(layer, forward, args, kwargs)
     return _without_autocast(layer, forward, torch.float32, args, kwargs)
 
 
@@ -200,7 +205,8 @@ def _lstm_forward(
     layer: nn.LSTM, forward: Callable[..., Any] | None, names: str, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
     # read at each call: plugins convert a model before the strategy moves it, and a GPU has a bf16 LSTM
-    if layer.weight_ih_l0.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+    is_released = not hasattr(layer, _REPLACED)
+    if is_released or layer.weight_ih_l0.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return _own_forward(layer, forward, args, kwargs)
     # fp32, unless sharding gathers parameters in a dtype other than the stored one
     dtype = layer.weight_ih_l0.dtype

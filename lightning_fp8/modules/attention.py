@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.functional import Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
 
 
@@ -22,6 +24,10 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
 
     Shapes, arguments and results are those of ``nn.MultiheadAttention``. Masks come in any floating dtype or as bool.
     """
+
+    def _is_plain(self, query: Tensor) -> bool:
+        """Whether torch's own forward computes the same products."""
+        return False
 
     def _in_operand(self, gemm: str) -> Any:
         """The operand for :meth:`_project`, made once per forward for ``in_proj``, or for q_proj, k_proj and v_proj."""
@@ -43,6 +49,11 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """query ``[L, E]``, ``[L, B, E]`` or, with ``batch_first``, ``[B, L, E]`` -> output of that shape, weights."""
+        # plain again with a forward of the user's around this one, or with all products in bf16: torch's own numbers
+        if not isinstance(self, SdpaMultiheadAttention) or self._is_plain(query):
+            return nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         self._check(query, key, value, attn_mask, is_causal)
         is_batched, batch_first = query.dim() == 3, self.batch_first
         q, k, v = (self._heads(x, is_batched, batch_first) for x in self._in_projections(query, key, value))
@@ -163,7 +174,8 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
     becomes an :class:`~lightning_fp8.Fp8Linear`. A packed weight has one scale, even if query and key differ.
 
     Shape, arguments and results: those of ``nn.MultiheadAttention``; inputs fp32, bf16 or fp16, outputs in autocast's
-    dtype where autocast is on. The core is ``scaled_dot_product_attention`` in the dtype of the projections.
+    dtype where autocast is on. The core is ``scaled_dot_product_attention`` in the dtype of the projections. With all
+    projections in bf16, as after :func:`lightning_fp8.fall_back`, torch's own forward runs, with its numbers.
 
     Raises:
         TypeError: for an input that is not fp32, bf16 or fp16, or is nested.
@@ -174,6 +186,24 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
     def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
         """The weights of ``in_proj``, or of ``q_proj``, ``k_proj`` and ``v_proj``; ``out_proj`` is a separate layer."""
         return {gemm: getattr(layer, f"{gemm}_weight") for gemm in in_gemms(layer)}
+
+    def _is_plain(self, query: Tensor) -> bool:
+        out_proj = self.out_proj
+        # an adapter, or a forward that the user has replaced, is called
+        if not isinstance(out_proj, nn.Linear) or "forward" in vars(out_proj):
+            return False
+        parts = [part for part in (self, out_proj) if isinstance(part, Fp8Module)]
+        if any(part.in_fp8 for part in parts):
+            return False
+        weights = [*self.gemm_weights(self).values(), out_proj.weight]
+        agree = torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu") or all(
+            weight.dtype == query.dtype for weight in weights
+        )
+        if not agree or any(isinstance(weight, DTensor | Fp8Parameter) for weight in weights):
+            return False
+        for gemm in () if torch.compiler.is_compiling() else [gemm for part in parts for gemm in part.fp8.values()]:
+            gemm.weight_cast.drop()
+        return True
 
     def _in_operand(self, gemm: str) -> Fp8Weight:
         return cast_weight(self.fp8[gemm], getattr(self, f"{gemm}_weight"), self.phase)

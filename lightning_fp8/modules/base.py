@@ -16,7 +16,6 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.formats import Product
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.state import ScalingState
 
 
@@ -72,11 +71,6 @@ class Fp8Module(nn.Module):
     def scaling_state(self) -> ScalingState:
         """The state of the whole model."""
         return next(iter(self.fp8.values())).state
-
-    @property
-    def config(self) -> Fp8Config:
-        """The settings of the whole model."""
-        return self.scaling_state.config
 
     @property
     def in_fp8(self) -> bool:

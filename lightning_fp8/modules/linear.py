@@ -27,6 +27,9 @@ class LinearForward(Fp8Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[*, in_features]`` -> y ``[*, out_features]``; see :class:`Fp8Linear`."""
+        if not isinstance(self, Fp8Module):
+            # plain again, with a forward of the user's around this one
+            return type(self).forward(self, x)
         weight, gemm, phase = self.weight, self.fp8[""], self.phase
         fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
         if not fits or x.dtype not in CASTABLE_DTYPES:

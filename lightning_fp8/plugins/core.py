@@ -86,6 +86,8 @@ class PrecisionCore(FSDPPrecision):
         modules = list(named_modules(module))
         for argument in self._patterns:
             check_patterns_among(modules, getattr(self, argument), argument)
+        if all(reference() is not module for reference in self._attention.models):
+            self._attention.said.clear()
         other_models = [reference for reference in self._attention.models if reference() not in (None, module)]
         self._attention.models = [*other_models, weakref.ref(module)]
         # left by an earlier run, under this precision or another

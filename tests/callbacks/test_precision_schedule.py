@@ -26,6 +26,7 @@ from lightning_fp8 import (
     convert,
     describe,
     scaling_state,
+    unconvert,
 )
 from lightning_fp8.conversion.schedule import Schedule
 
@@ -186,6 +187,22 @@ def test_a_schedule_serves_one_loop_after_another() -> None:
     for step in range(8):
         schedule.before_step(models[1], step, 8)
         assert scaling_state(models[1]).precisions[0].in_fp8 == (step < 4)
+
+
+@pytest.mark.parametrize("between", ["another fit", "converted anew", "a second schedule"])
+def test_a_loop_goes_on_after_something_else_has_ended_the_schedule(between: str, tmp_path: Path) -> None:
+    schedule, model = PrecisionSchedule({2: {"net.0": "bf16"}, 9: "bf16"}), convert(seeded())
+    schedule.before_step(model, 2)
+    if between == "another fit":
+        make_trainer(tmp_path).fit(model, data())
+    elif between == "converted anew":
+        convert(unconvert(model))
+    else:
+        PrecisionSchedule({0: "fp8"}).before_step(model, 0)
+    assert scaling_state(model).precisions[0].in_fp8
+    for _ in range(2):
+        schedule.before_step(model, 3)
+        assert [one.in_fp8 for one in scaling_state(model).precisions] == [False, True]
 
 
 def test_micro_batches_of_one_step_have_one_precision(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from experts import FORMS, TOKENS, WIDTH, experts, mixtral, routing, token_batch
+from experts import EXPERTS, FORMS, TOKENS, WIDTH, experts, mixtral, routing, token_batch
+from lit import Regression, loader, make_trainer, seeded
+from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from benchmarks.loss_models import DECODERS, decoder
-from lightning_fp8 import convert, describe, export, load_exported, scaling_state
+from lightning_fp8 import QuantizationProbe, convert, describe, export, load_exported, scaling_state, unconvert
 from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
 from lightning_fp8.modules import Fp8Linear
@@ -189,3 +193,56 @@ def test_exports_write_experts_as_they_are_and_say_so(tmp_path: Path) -> None:
     plain = convert(copy.deepcopy(model), ignore_modules=("*.experts",)).eval()
     with torch.no_grad():
         assert torch.equal(other(**token_batch()).logits, plain(**token_batch()).logits)
+
+
+class OnlyExperts(Regression):
+    """All of its converted layers are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, weights = torch.arange(len(x) * 2).view(-1, 2) % EXPERTS, torch.full((len(x), 2), 0.01)
+        return self.net(x, index, weights)[:, :16]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_a_model_of_experts_alone_is_probed(implementation: str, tmp_path: Path) -> None:
+    model, probe = seeded(OnlyExperts), QuantizationProbe(2)
+    model.net.config._experts_implementation = implementation
+    plain = copy.deepcopy(model)
+    make_trainer(tmp_path, callbacks=[probe], max_epochs=2).fit(model, loader(16))
+    assert set(probe.sqnr_db) == {"net"}
+    # of the same order as the error of the first forward
+    x = loader(16).dataset.tensors[0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert abs(probe.sqnr_db["net"] - sqnr(convert(copy.deepcopy(plain))(x), plain(x))) < 3
+
+
+def test_a_model_of_experts_alone_says_what_any_other_does() -> None:
+    model, x = convert(seeded(OnlyExperts)), torch.randn(16, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step(), step()
+    with pytest.warns(UserWarning, match=r"'net.gate_up_proj.0'.* has been trained for 3 optimizer steps"):
+        step()
+    scaling_state(model).update()
+    model.net.more = nn.Linear(32, 32)
+    with pytest.warns(UserWarning, match="added after the conversion run without FP8: 'net.more'"):
+        scaling_state(model)
+
+
+@pytest.mark.parametrize("make", [experts, lambda: nn.Linear(32, 32), lambda: nn.MultiheadAttention(32, 2)])
+def test_a_layers_own_config_stays_its_own(make: Any) -> None:
+    layer = make()
+    layer.config = config = SimpleNamespace(width=32)
+    model = convert(nn.Sequential(layer))
+    assert layer.config is config
+    layer.config = other = SimpleNamespace(width=16)
+    assert pickle.loads(pickle.dumps(model))[0].config == other
+    assert unconvert(model)[0].config is other

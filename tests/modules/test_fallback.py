@@ -14,7 +14,7 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import convert, describe, fall_back, scaling_state
+from lightning_fp8 import Bf16MixedPrecision, Fp8Precision, convert, describe, fall_back, scaling_state
 
 
 def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:
@@ -194,3 +194,106 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     # the amax at its last cast
     assert state.amax[7] == amax_of_weight != model[1].weight.detach().abs().max()
     assert model[1].fp8[""].weight_cast._cast is None
+
+
+MASKS = ("none", "bool", "float", "padding")
+
+
+def masks(kind: str, length: int, source: int) -> dict[str, Tensor]:
+    if kind == "bool":
+        return {"attn_mask": torch.ones(length, source, dtype=torch.bool).triu(1)}
+    if kind == "float":
+        return {"attn_mask": torch.randn(length, source), "key_padding_mask": torch.randn(3, source)}
+    return {"key_padding_mask": torch.arange(source).expand(3, source) > 5} if kind == "padding" else {}
+
+
+def gradients_in_bf16_mixed(
+    model: nn.Module, plugin: Any, training: bool, *inputs: Tensor, **options: Any
+) -> list[Tensor | None]:
+    """What a forward returns under a plugin, and in training all gradients."""
+    model.train(training)
+    torch.manual_seed(5)
+    with torch.set_grad_enabled(training), plugin.forward_context():
+        outputs = model(*inputs, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if training:
+        outputs[0].float().square().mean().backward()
+    return [*outputs, *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_same_bits(one: list[Tensor | None], other: list[Tensor | None]) -> None:
+    assert len(one) == len(other)
+    for mine, its in zip(one, other, strict=True):
+        assert (mine is None) == (its is None)
+        assert mine is None or its is None or (mine.dtype == its.dtype and torch.equal(mine, its))
+
+
+def fallen(plain: nn.Module, plugin: Any) -> nn.Module:
+    """A copy whose layers have all fallen back."""
+    model = plugin.convert_module(copy.deepcopy(plain))
+    for name in scaling_state(model).module_names:
+        fall_back(model, name)
+    return model
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "dropout": 0.2}, {"batch_first": True, "kdim": 24}])
+def test_an_attention_gives_the_bits_of_a_plain_one(kind: str, need_weights: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(32, 4, **options)
+    plugins = Bf16MixedPrecision(), Fp8Precision()
+    model = fallen(plain, plugins[1])
+    plugins[0].convert_module(plain)
+    order = (3, 9) if plain.batch_first else (9, 3)
+    query, key = torch.randn(*order, 32), torch.randn(*order, options.get("kdim", 32))
+    value = torch.randn(*order, 32) if "kdim" in options else query
+    inputs = (query, key, value) if "kdim" in options else (query, query, query)
+    rest = {"need_weights": need_weights, **masks(kind, 9, 9)}
+    for training in (True, False):
+        expected = gradients_in_bf16_mixed(plain, plugins[0], training, *inputs, **rest)
+        assert_same_bits(gradients_in_bf16_mixed(model, plugins[1], training, *inputs, **rest), expected)
+
+
+@pytest.mark.parametrize("kind", ["none", "float"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_transformer_layer_gives_the_bits_of_a_plain_one(kind: str, norm_first: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.1, norm_first=norm_first)
+    plugins = Bf16MixedPrecision(), Fp8Precision()
+    model = fallen(plain, plugins[1])
+    plugins[0].convert_module(plain)
+    x, mask = torch.randn(3, 9, 32), torch.randn(9, 9)
+    rest = {"src_mask": mask} if kind == "float" else {}
+    for training in (True, False):
+        expected = gradients_in_bf16_mixed(plain, plugins[0], training, x, **rest)
+        assert_same_bits(gradients_in_bf16_mixed(model, plugins[1], training, x, **rest), expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_attention_takes_torchs_fast_path_where_a_plain_one_does(fused: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(32, 4, batch_first=True).to(dtype).eval()
+    model = convert(copy.deepcopy(plain))
+    for name in scaling_state(model).module_names:
+        fall_back(model, name)
+    x, before = torch.randn(3, 9, 32, dtype=dtype), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fused)
+    try:
+        with torch.no_grad():
+            assert_same_bits(list(model(x, x, x)), list(plain(x, x, x)))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_what_the_user_calls_in_an_attention_that_fell_back_is_called() -> None:
+    model, calls = convert(nn.MultiheadAttention(32, 4, batch_first=True)), []
+    for name in scaling_state(model).module_names:
+        fall_back(model, name)
+    before, x = model.out_proj.forward, torch.randn(2, 5, 32)
+    model.out_proj.forward = lambda y: calls.append(y) or 2 * before(y)
+    doubled = model(x, x, x)[0]
+    del model.out_proj.forward
+    torch.testing.assert_close(doubled, 2 * model(x, x, x)[0])
+    assert len(calls) == 1
