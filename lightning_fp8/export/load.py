@@ -36,7 +36,7 @@ from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, li
 from lightning_fp8.export.names import placed
 from lightning_fp8.export.scheme import Scheme, scheme_of
 from lightning_fp8.export.shards import Shards
-from lightning_fp8.export.values import HALF_OF_LARGEST_CODE, LARGEST_CODE, Scale
+from lightning_fp8.export.values import LARGEST_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters
 from lightning_fp8.modules.gemm import Gemm
@@ -66,11 +66,11 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     parameter, and no parameter is trained. Otherwise an FP8 weight becomes ``code * scale``, computed in fp32, in the
     dtype of the model's parameter, and can be trained. Other tensors are read as they are.
 
-    A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks,
-    :class:`~lightning_fp8.MXScaling` for MXFP8, else :class:`~lightning_fp8.DelayedScaling` if inputs have static
-    scales, else :class:`~lightning_fp8.CurrentScaling`. A converted one must have a recipe that fits; with
-    ``frozen=True``, it may have any. The scale of an input becomes a history of one entry, from which training may
-    continue.
+    A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks, with
+    ``power_of_2_scales`` if all their scales are powers of two, :class:`~lightning_fp8.MXScaling` for MXFP8, else
+    :class:`~lightning_fp8.DelayedScaling` if inputs have static scales, else :class:`~lightning_fp8.CurrentScaling`. A
+    converted one must have a recipe that fits; with ``frozen=True``, it may have any. The scale of an input becomes a
+    history of one entry, from which training may continue.
 
     An export of this package gives the outputs that the exported model had in ``eval()``, bit for bit, if it was
     exported in its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with
@@ -107,7 +107,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     file = source.path
     targets = source.placed.by_target.items()
     in_fp8 = dict.fromkeys(target for target, pieces in targets if pieces[0].name in source.scales)
-    plan = conversion_plan(model, default=source.scheme.recipe)
+    plan = conversion_plan(model, default=source.recipe)
     recipe = plan.config.recipe
     if not frozen:
         _check_recipe(recipe, source.scheme, file)
@@ -284,17 +284,16 @@ def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[st
         return recipe.current.squares and e8m0.of_squares(scale.values) is scale.values
     if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
         return True
-    if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):
-        return True
+    if blocks == "power of 2":
+        # here too
+        return not scale.is_power_of_2
     matrices: dict[object, Tensor] = {}
     for piece in pieces:
         codes = largest[piece.name]
         # with one scale for a matrix, one of its parts has its largest value
         matrix = piece.name if blocks else piece.at[0] if isinstance(piece.at[0], int) else None
         matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
-    # a power of two makes the largest value one above 224
-    least = HALF_OF_LARGEST_CODE + 1 if blocks == "power of 2" else LARGEST_CODE
-    return any(bool(((codes > 0) & (codes < least)).any()) for codes in matrices.values())
+    return any(bool(((codes > 0) & (codes < LARGEST_CODE)).any()) for codes in matrices.values())
 
 
 def _kept(products: Mapping[str, Product], names: Collection[str]) -> dict[str, list[Gemm]]:

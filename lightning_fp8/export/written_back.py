@@ -98,7 +98,7 @@ class Base:
         if former.dequantized(codes).to(own.dtype).float().equal(values):
             return codes, former
         dtype = self.source.shards.stored[self.source.scheme.scale_of(name)].dtype
-        codes, scale = rounded(values, former.kind, dtype)
+        codes, scale = rounded(values, former, dtype)
         error = (scale.dequantized(codes) - values).norm() / values.norm()
         if error > 0:
             self.rounded[name] = f"relative RMS error {float(error):.2%}"
