@@ -38,6 +38,8 @@ class Source:
         scales: of its FP8 weights, by name.
         inputs: the stored scales of their inputs, and any of a cache, by name; unchanged.
         exact: of an export of this package, the multipliers of all GEMMs, by the name of the weight.
+        twins: names under which the file has scales of a weight once more, as of one that is tied, each with the name
+            of the weight.
     """
 
     shards: Shards
@@ -46,6 +48,7 @@ class Source:
     scales: Mapping[str, Scale]
     inputs: Mapping[str, Tensor]
     exact: Mapping[str, Scales | None]
+    twins: Mapping[str, str]
 
     @property
     def path(self) -> Path:
