@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,14 +148,17 @@ class ConversionPlan:
 
 
 def conversion_plan(
-    module: nn.Module, ignore_modules: Sequence[str] = (), default: type[Recipe] = DelayedScaling, **settings: Any
+    module: nn.Module,
+    ignore_modules: Sequence[str] = (),
+    default: Callable[[], Recipe] = DelayedScaling,
+    **settings: Any,
 ) -> ConversionPlan:
     """Scan a model.
 
     Args:
         module: the model.
         ignore_modules: see :func:`lightning_fp8.convert`.
-        default: the recipe of a plain model.
+        default: makes the recipe for a plain model.
         settings: the other arguments of :func:`lightning_fp8.convert`, by name; None for the model's own setting.
 
     Raises:

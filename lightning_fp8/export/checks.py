@@ -36,9 +36,10 @@ def refuse(file: Path, misfits: Misfits) -> None:
             raise ValueError(f"load_exported: {file}: tensors that {misfit}: {listed(wrong)}.")
 
 
-def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme) -> Misfits:
+def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping[str, str]) -> Misfits:
     """Each FP8 weight is in E4M3 and has scales of the right shapes; so has its input, unless scaled by its values."""
-    in_fp8 = [name for name, entry in stored.items() if entry.dtype == E4M3.dtype]
+    in_fp8 = {name: entry.shape for name, entry in stored.items() if entry.dtype == E4M3.dtype}
+    in_fp8 |= {twin: in_fp8[name] for twin, name in twins.items()}
     other_formats = (
         f"{name} ({dtype_name(entry.dtype)})"
         for name, entry in stored.items()
@@ -54,9 +55,9 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme) -> Misfits:
         f"lack their scales as {scheme.in_words}",
         (
             _described(scheme.scale_of(name), stored)
-            for name in in_fp8
+            for name, shape in in_fp8.items()
             if not _is_scale(stored, scheme.scale_of(name), scheme)
-            or scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape) is None
+            or scheme.kind_of(shape, stored[scheme.scale_of(name)].shape) is None
         ),
     )
     if scheme.static:
@@ -97,6 +98,22 @@ def misfits_of_pairs(scheme: Scheme, in_fp8: Sequence[str], numbers: Tensors) ->
     yield (
         "have scales whose product with those of their inputs is not finite in float32",
         (name for name, scale in inputs.items() if not (numbers[scheme.scale_of(name)] * scale).isfinite().all()),
+    )
+
+
+def misfits_of_twins(scheme: Scheme, twins: Mapping[str, str], numbers: Tensors) -> Misfits:
+    """A weight has the same scales under all its names."""
+
+    def scales(name: str) -> Tensor:
+        return numbers[scheme.scale_of(name)].flatten()
+
+    yield (
+        "are scales of one weight of the model and differ",
+        (
+            f"{scheme.scale_of(twin)} and {scheme.scale_of(name)}"
+            for twin, name in twins.items()
+            if not torch.equal(scales(twin), scales(name))
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from lightning_fp8.modules.frozen_layers import replace_weight
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules, plain_path, without_wrappers
 from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.scaling.recipe import BlockScaling, Recipe
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Source:
         scales: of its FP8 weights, by name.
         inputs: the stored scales of their inputs, and any of a cache, by name; unchanged.
         exact: of an export of this package, the multipliers of all GEMMs, by the name of the weight.
+        twins: names under which the file has scales of a weight once more, as of one that is tied, each with the name
+            of the weight.
     """
 
     shards: Shards
@@ -45,11 +48,19 @@ class Source:
     scales: Mapping[str, Scale]
     inputs: Mapping[str, Tensor]
     exact: Mapping[str, Scales | None]
+    twins: Mapping[str, str]
 
     @property
     def path(self) -> Path:
         """For messages."""
         return self.shards.path
+
+    def recipe(self) -> Recipe:
+        """The recipe that scales weights and inputs alike, or most nearly: in powers of two if all blocks are."""
+        kind = self.scheme.recipe
+        if kind is BlockScaling:
+            return BlockScaling(power_of_2_scales=all(scale.is_power_of_2 for scale in self.scales.values()))
+        return kind()
 
     def amax(self, name: str) -> Tensor | None:
         """An amax that gives the exact multiplier of a weight; None if only its reciprocal is known."""

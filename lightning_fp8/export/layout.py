@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -152,6 +152,13 @@ def memory_of(tensor: Tensor) -> Hashable:
         return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return tensor.device, *start, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def tied_to(names: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The other names of these tensors of a model, as of tied weights, each with that for which it stands."""
+    first = {memory_of(tensors[name]): name for name in names if name in tensors}
+    others = {name: memory_of(tensor) for name, tensor in tensors.items() if name not in names}
+    return {name: first[memory] for name, memory in others.items() if memory in first}
 
 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:

@@ -26,17 +26,18 @@ from lightning_fp8.export.checks import (
     misfits_of_names,
     misfits_of_pairs,
     misfits_of_scales,
+    misfits_of_twins,
     misfits_of_values,
     parameter_of,
     products_of,
     refuse,
 )
 from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
-from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, listed, state_tensors
+from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
 from lightning_fp8.export.names import placed
 from lightning_fp8.export.scheme import Scheme, scheme_of
 from lightning_fp8.export.shards import Shards
-from lightning_fp8.export.values import HALF_OF_LARGEST_CODE, LARGEST_CODE, Scale
+from lightning_fp8.export.values import LARGEST_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters
 from lightning_fp8.modules.gemm import Gemm
@@ -66,11 +67,11 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     parameter, and no parameter is trained. Otherwise an FP8 weight becomes ``code * scale``, computed in fp32, in the
     dtype of the model's parameter, and can be trained. Other tensors are read as they are.
 
-    A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks,
-    :class:`~lightning_fp8.MXScaling` for MXFP8, else :class:`~lightning_fp8.DelayedScaling` if inputs have static
-    scales, else :class:`~lightning_fp8.CurrentScaling`. A converted one must have a recipe that fits; with
-    ``frozen=True``, it may have any. The scale of an input becomes a history of one entry, from which training may
-    continue.
+    A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks, with
+    ``power_of_2_scales`` if all their scales are powers of two, :class:`~lightning_fp8.MXScaling` for MXFP8, else
+    :class:`~lightning_fp8.DelayedScaling` if inputs have static scales, else :class:`~lightning_fp8.CurrentScaling`. A
+    converted one must have a recipe that fits; with ``frozen=True``, it may have any. The scale of an input becomes a
+    history of one entry, from which training may continue.
 
     An export of this package gives the outputs that the exported model had in ``eval()``, bit for bit, if it was
     exported in its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with
@@ -107,14 +108,16 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     file = source.path
     targets = source.placed.by_target.items()
     in_fp8 = dict.fromkeys(target for target, pieces in targets if pieces[0].name in source.scales)
-    plan = conversion_plan(model, default=source.scheme.recipe)
+    # with the other names of those that are tied
+    all_in_fp8 = {*in_fp8, *tied_to(in_fp8, own)}
+    plan = conversion_plan(model, default=source.recipe)
     recipe = plan.config.recipe
     if not frozen:
         _check_recipe(recipe, source.scheme, file)
-    plain = _plain_layers(model, plan.layers, {*in_fp8, *source.exact})
+    plain = _plain_layers(model, plan.layers, {*all_in_fp8, *source.exact})
     products = products_of(model, plain)
     frozen_weights: FrozenWeights | None = "fp8" if frozen else None
-    inputs = _inputs(source, in_fp8, products, recipe)
+    inputs = _inputs(source, in_fp8, all_in_fp8, products, recipe)
     refuse(file, misfits_of_layers(source.exact or inputs, products))
     conversion_plan(model, plain, recipe=recipe, min_features=0, frozen_weights=frozen_weights).check()
     if frozen:
@@ -162,8 +165,13 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     shards = Shards(folder)
     stored, file = shards.stored, shards.path
     scheme = scheme_of(folder, stored)
-    refuse(file, misfits_of_file(stored, scheme))
     in_fp8 = [name for name, entry in stored.items() if entry.dtype == E4M3.dtype]
+    twins = {
+        twin: name
+        for twin, name in tied_to(in_fp8, own).items()
+        if twin not in stored and scheme.scale_of(twin) in stored
+    }
+    refuse(file, misfits_of_file(stored, scheme, twins))
     try:
         metadata = from_metadata(shards.metadata.get(file), not scheme.static)
     except ValueError as error:
@@ -171,8 +179,8 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     exact = metadata or {}
     if not in_fp8 and not exact:
         raise ValueError(f"load_exported: {file} has no {E4M3.dtype} weights.")
-    of_weights = {scheme.scale_of(name): name for name in (*in_fp8, *exact)}
-    of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *exact)}
+    of_weights = {scheme.scale_of(name): name for name in (*in_fp8, *twins, *exact)}
+    of_inputs = {scheme.input_of(name): name for name in (*in_fp8, *twins, *exact)}
     apart = {name for name in stored if name in of_inputs or scheme.is_of_cache(name)}
     read = {name: tensor.clone() for name, tensor in shards.tensors({*apart, *(of_weights.keys() & stored.keys())})}
     scales_read = {name: scale for name, scale in read.items() if not scheme.is_of_cache(name)}
@@ -183,7 +191,8 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
         kind = scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape)
         if kind is not None:
             scales[name] = Scale.of(kind, stored[name].shape, read[scheme.scale_of(name)])
-    refuse(file, misfits_of_pairs(scheme, in_fp8, numbers))
+    refuse(file, misfits_of_pairs(scheme, [*in_fp8, *twins], numbers))
+    refuse(file, misfits_of_twins(scheme, twins, numbers))
     if metadata is not None:
         refuse(file, misfits_of_metadata(scheme, in_fp8, numbers, metadata))
     names = [name for name in stored if name not in read]
@@ -191,7 +200,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
         model, {name: tuple(tensor.shape) for name, tensor in own.items()}, {name: stored[name].shape for name in names}
     )
     refuse(file, misfits_of_names(placement, own, stored))
-    return Source(shards, scheme, placement, scales, {name: read[name] for name in apart}, exact)
+    return Source(shards, scheme, placement, scales, {name: read[name] for name in apart}, exact, twins)
 
 
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
@@ -220,7 +229,11 @@ def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], weights: Col
 
 
 def _inputs(
-    source: Source, in_fp8: Collection[str], products: Mapping[str, Product], recipe: Recipe
+    source: Source,
+    in_fp8: Collection[str],
+    all_in_fp8: Collection[str],
+    products: Mapping[str, Product],
+    recipe: Recipe,
 ) -> dict[str, Tensor | None]:
     """By GEMM, the multiplier of its input before the cast, ``[] float32``; None if its own values scale it."""
     if source.exact:
@@ -228,9 +241,11 @@ def _inputs(
     if not (source.scheme.static and recipe.from_history):
         # those that no layer has, under their own names
         targets = {key: parameter_of(key, product) for key, product in products.items()}
-        keys = [key for key, target in targets.items() if target in in_fp8]
+        keys = [key for key, target in targets.items() if target in all_in_fp8]
         return dict.fromkeys([*keys, *(target for target in in_fp8 if target not in targets.values())])
     scales: dict[tuple[str, int | None], dict[float, str]] = {}
+    for twin in source.twins:
+        scales[twin, None] = {source.inputs[source.scheme.input_of(twin)].float().item(): twin}
     for name, _, target, at in source.placed.pieces:
         if name in source.scales:
             stored = source.inputs[source.scheme.input_of(name)].float().reshape(())
@@ -247,8 +262,8 @@ def _inputs(
         target = parameter_of(key, product)
         expert = int(key.rpartition(".")[2]) if product[1].weights_are_stacked else None
         of_input = scales.get((target, expert)) or scales.get((target, None))
-        if target in in_fp8 and of_input:
-            inputs[key] = torch.tensor(next(iter(of_input)), dtype=torch.float32).reciprocal()
+        if target in all_in_fp8:
+            inputs[key] = torch.tensor(next(iter(of_input)), dtype=torch.float32).reciprocal() if of_input else None
     without = {parameter_of(key, products[key]) for key in inputs}
     return {**inputs, **dict.fromkeys(target for target in in_fp8 if target not in without)}
 
@@ -284,17 +299,16 @@ def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[st
         return recipe.current.squares and e8m0.of_squares(scale.values) is scale.values
     if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
         return True
-    if blocks == "power of 2" and not bool((scale.values.frexp().mantissa == 0.5).all()):
-        return True
+    if blocks == "power of 2":
+        # here too
+        return not scale.is_power_of_2
     matrices: dict[object, Tensor] = {}
     for piece in pieces:
         codes = largest[piece.name]
         # with one scale for a matrix, one of its parts has its largest value
         matrix = piece.name if blocks else piece.at[0] if isinstance(piece.at[0], int) else None
         matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
-    # a power of two makes the largest value one above 224
-    least = HALF_OF_LARGEST_CODE + 1 if blocks == "power of 2" else LARGEST_CODE
-    return any(bool(((codes > 0) & (codes < least)).any()) for codes in matrices.values())
+    return any(bool(((codes > 0) & (codes < LARGEST_CODE)).any()) for codes in matrices.values())
 
 
 def _kept(products: Mapping[str, Product], names: Collection[str]) -> dict[str, list[Gemm]]:

@@ -142,8 +142,9 @@ def tensors_of(layout: Layout, scheme: Scheme, name: str, weight: Quantized) -> 
         scale = scale.reshape((*experts, *layout.single))
     elif scale.shape == torch.Size(experts):
         grid = (rows, 1) if kind == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
-        scale = scale[..., None, None].expand(*experts, *grid).contiguous()
-    tensors = {scheme.scale_of(name): scale}
+        scale = scale[..., None, None].expand(*experts, *grid)
+    # a weight with several names has them once for each, and safetensors refuses tensors in the same memory
+    tensors = {scheme.scale_of(name): scale.clone(memory_format=torch.contiguous_format)}
     if scheme.static and weight.input_scale_inv is not None:
         tensors[scheme.input_of(name)] = weight.input_scale_inv.reshape(layout.single)
     return tensors

@@ -176,7 +176,7 @@ class _Config:
 def _fp8(config: _Config, names: Collection[str]) -> Scheme:
     blocks = config.one_of("weight_block_size", (None, _BLOCKS))
     static = config.one_of("activation_scheme", ("static", "dynamic")) == "static"
-    as_transformers = blocks is not None or any(name.endswith("weight_scale_inv") for name in names)
+    as_transformers = blocks is not None or any(name.endswith("_scale_inv") for name in names)
     return Scheme(
         ("block",) if blocks else ("tensor",),
         "_scale_inv" if as_transformers else "_scale",

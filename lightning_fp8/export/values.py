@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_fp8.export.names import Index, Piece, Shape
 from lightning_fp8.export.scheme import Kind
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import BLOCK, by_element
+from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, scale_of_current
 from lightning_fp8.ops.formats import E4M3
 
 # with which the smallest code is a normal number in bf16
@@ -25,8 +25,6 @@ _NORMAL = 2.0**-117
 _MAGNITUDE = 0x7F
 NAN_CODE = 0x7F
 LARGEST_CODE = 0x7E
-# 224, with the next lower exponent
-HALF_OF_LARGEST_CODE = 0x76
 
 
 class Scale(NamedTuple):
@@ -46,6 +44,11 @@ class Scale(NamedTuple):
     def numbers(self) -> Tensor:
         """The multipliers of codes, ``float32``."""
         return e8m0.values_of(self.values) if self.kind == "group" else self.values
+
+    @property
+    def is_power_of_2(self) -> bool:
+        """Whether all numbers are powers of two."""
+        return bool((self.numbers.frexp().mantissa == 0.5).all())
 
     def _by_element(self, codes: Tensor) -> Tensor:
         if self.kind == "group":
@@ -138,9 +141,12 @@ def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
     return (*experts, *(slice(part.start // side, _blocks(part.stop, side)) for part, _, side in ends))
 
 
-def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Scale]:
-    """Codes of values ``[E, N, K] float32`` with scales of their own of this kind, which a file has in ``dtype``."""
-    rows, columns = values.shape[-2:]
+def rounded(values: Tensor, former: Scale, dtype: torch.dtype) -> tuple[Tensor, Scale]:
+    """Codes of values ``[E, N, K] float32`` with scales of their own, which a file has in ``dtype``.
+
+    They are of the kind of the former ones, and powers of two if these are.
+    """
+    kind, (rows, columns) = former.kind, values.shape[-2:]
     sides = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK), "group": (1, e8m0.BLOCK)}
     height, width = sides[kind]
     padded = F.pad(values.abs(), (0, -columns % width, 0, -rows % height))
@@ -148,7 +154,8 @@ def rounded(values: Tensor, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Sca
     if kind == "group":
         scale = Scale(kind, e8m0.codes_of(amax, E4M3))
         return scale.codes(values), scale
+    numbers = power_of_2(scale_of_current(amax, E4M3)).reciprocal() if former.is_power_of_2 else amax / E4M3.max
     # the scale as the file will have it; zeros may have any
-    stored = torch.where(amax > 0, amax / E4M3.max, 1.0).to(dtype).float()
+    stored = torch.where(amax > 0, numbers, 1.0).to(dtype).float()
     scale = Scale(kind, stored.reshape(values.shape[:-2]) if kind == "tensor" else stored)
     return scale.codes(values), scale

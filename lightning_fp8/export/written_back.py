@@ -98,7 +98,7 @@ class Base:
         if former.dequantized(codes).to(own.dtype).float().equal(values):
             return codes, former
         dtype = self.source.shards.stored[self.source.scheme.scale_of(name)].dtype
-        codes, scale = rounded(values, former.kind, dtype)
+        codes, scale = rounded(values, former, dtype)
         error = (scale.dequantized(codes) - values).norm() / values.norm()
         if error > 0:
             self.rounded[name] = f"relative RMS error {float(error):.2%}"
@@ -174,6 +174,7 @@ def _writer(base: Base, file: Path) -> Write:
     in_order = sorted(entries, key=lambda name: entries[name]["data_offsets"][0])
     # scales follow from their weights, of which one may come later
     scales = {source.scheme.scale_of(name): name for name in source.scales}
+    scales |= {source.scheme.scale_of(twin): name for twin, name in source.twins.items()}
 
     def write(path: Path) -> None:
         with path.open("wb") as out:
@@ -220,8 +221,9 @@ def renamed(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple[dict
     for name, in_fp8 in base.names():
         if in_fp8:
             tensors[name], scale = base.codes(name)
-            weight = Quantized(tensors[name], scale.values, source.inputs.get(source.scheme.input_of(name)))
-            tensors |= tensors_of(layout, scheme, name, weight)
+            for user in (name, *(twin for twin, of in source.twins.items() if of == name)):
+                weight = Quantized(tensors[name], scale.values, source.inputs.get(source.scheme.input_of(user)))
+                tensors |= tensors_of(layout, scheme, user, weight)
             continue
         tensor = base.plain(name)
         tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

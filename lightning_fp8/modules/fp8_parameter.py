@@ -44,9 +44,9 @@ class Content:
         blocks: how each block of other values would be scaled, see :class:`~lightning_fp8.ops.operand.CurrentScale`;
             empty for one scale.
         largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
-            largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. With
-            scales in E8M0, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same values. None
-            for codes that came with their scales: their values are ``code * scale_inv``.
+            largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. Of
+            blocks with powers of two, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same
+            values. None for codes that came with their scales: their values are ``code * scale_inv``.
         payload_t: the payload by columns of a frozen weight, where a GPU's GEMMs have needed it; else None.
         changed: values in the shape of the weight, after a change in place to values that FP8 would round; then the
             payload of a frozen weight is empty. Else None.
@@ -469,7 +469,7 @@ def frozen(weight: Tensor, name: str, k_by_n: bool, blocks: str = "") -> nn.Para
 def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]:
     """A weight ``[N, K]`` -> payload ``[N, K] uint8``, its inverse scale and its amax, both ``[] float32``.
 
-    With ``blocks`` the scales have the shape of :class:`Content`; so have the amaxes, but for those of blocks in E8M0.
+    With ``blocks`` the scales have the shape of :class:`Content`; so have the amaxes, but for powers of two.
     For ``[E, N, K]`` all have a leading E.
     """
     if weight.dim() == 3:
@@ -481,7 +481,7 @@ def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]
         cast_weight = ops.cast_weight_blocks if blocks else ops.cast_weight
         payload, _, scale_inv, *_ = cast_weight(weight, slot, "rows")
         if not slot.current.in_e8m0:
-            return payload, scale_inv, square_amaxes(weight) if blocks else max_abs(weight)
+            return payload, scale_inv, square_amaxes(weight) if blocks == "float32" else max_abs(weight)
         codes = e8m0.from_tiles(scale_inv, len(payload), -(-payload.shape[1] // e8m0.BLOCK))
         return payload, e8m0.of_squares(codes), max_abs(weight)
 
@@ -489,7 +489,9 @@ def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]
 def dequantized(
     payload: Tensor, scale_inv: Tensor, amax: Tensor | None, dtype: torch.dtype, format: Fp8Format = E4M3
 ) -> Tensor:
-    """The values of a payload. With ``amax``, their cast has the same payload and scale, if ``dtype`` represents it."""
+    """The values of a payload. With an ``amax`` for each scale, their cast has the same payload and scale, if ``dtype``
+    represents it.
+    """
     if payload.dim() == 3:
         # one by one, for the memory of the fp32 values
         out = torch.empty(payload.shape, dtype=dtype, device=payload.device)
@@ -498,7 +500,7 @@ def dequantized(
         return out
     codes = payload.view(format.dtype).float()
     values = codes * by_element(scale_inv, codes)
-    if amax is not None and scale_inv.dtype != torch.uint8:
+    if amax is not None and amax.dim() == scale_inv.dim():
         values = torch.where(codes.abs() == format.max, codes.sign() * by_element(amax, codes), values)
     return values.to(dtype)
 
