@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_fp8.modules.paths import modules_inside, named_modules
@@ -23,28 +24,36 @@ def buffer_dtypes(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str
     - metrics, running statistics without a weight, and buffers of one byte, as in FP8: their own.
     """
     kept = modules_inside(module, keep_fp32)
-    dtypes: dict[int, torch.dtype] = {}
+    following: dict[int, torch.dtype] = {}
+    in_fp32: dict[int, torch.dtype] = {}
     for layer in module.modules():
-        in_fp32 = layer in kept or (dtype.itemsize == 2 and (is_weighted_loss(layer) or computes_in_fp32(layer)))
-        if in_fp32 or (dtype.itemsize == 2 and not _has_dtypes_of_its_own(layer)):
+        if layer in kept or (dtype.itemsize == 2 and not _has_dtypes_of_its_own(layer)):
+            needs_fp32 = layer in kept or is_weighted_loss(layer) or computes_in_fp32(layer)
             for _, buffer in _floating_buffers(layer):
-                # shared with a module that needs fp32, it stays there
-                dtypes[id(buffer)] = torch.float32 if in_fp32 else dtypes.get(id(buffer), dtype)
-    return dtypes
+                (in_fp32 if needs_fp32 else following)[id(buffer)] = torch.float32 if needs_fp32 else dtype
+    # a bare product may take what another module shares; only the user's word comes before that
+    named = {id(buffer): torch.float32 for layer in kept for _, buffer in _floating_buffers(layer)}
+    return {**in_fp32, **following, **named}
 
 
 def is_weighted_loss(layer: nn.Module) -> bool:
     """Whether it is one of torch's losses, with weights of classes."""
-    return isinstance(layer, nn.modules.loss._Loss) and next(_floating_buffers(layer), None) is not None
+    return isinstance(layer, nn.modules.loss._Loss) and _has_only_buffers(layer)
 
 
 def computes_in_fp32(layer: nn.Module) -> bool:
     """Whether bf16 would ruin a buffer of a module without parameters, as in rotary embeddings.
 
     Such a module can compute in fp32 as a whole. Beside parameters a buffer in fp32 would turn bf16 operands of bare
-    products into fp32, one by one.
+    products into fp32, one by one, and so would one of a module without a forward, which others read.
     """
-    return next(layer.parameters(), None) is None and any(_ruined_by_bf16(*item) for item in _floating_buffers(layer))
+    has_forward = type(layer).forward is not nn.Module.forward or "forward" in vars(layer)
+    return has_forward and _has_only_buffers(layer) and any(_ruined_by_bf16(*item) for item in _floating_buffers(layer))
+
+
+def is_in_fp32(layer: nn.Module) -> bool:
+    """Whether all its floating point buffers are in fp32."""
+    return all(buffer.dtype == torch.float32 for _, buffer in _floating_buffers(layer))
 
 
 def warn_of_ruined_buffers(module: nn.Module, dtypes: dict[int, torch.dtype]) -> None:
@@ -66,8 +75,12 @@ def warn_of_ruined_buffers(module: nn.Module, dtypes: dict[int, torch.dtype]) ->
 
 def _floating_buffers(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in layer._buffers.items():
-        if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize >= 2:
+        if buffer is not None and not is_lazy(buffer) and buffer.is_floating_point() and buffer.dtype.itemsize >= 2:
             yield name, buffer
+
+
+def _has_only_buffers(layer: nn.Module) -> bool:
+    return next(layer.parameters(), None) is None and next(_floating_buffers(layer), None) is not None
 
 
 def _has_dtypes_of_its_own(layer: nn.Module) -> bool:

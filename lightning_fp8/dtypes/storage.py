@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_fp8.dtypes.buffers import buffer_dtypes, computes_in_fp32, is_weighted_loss, warn_of_ruined_buffers
+from lightning_fp8.dtypes.buffers import (
+    buffer_dtypes,
+    computes_in_fp32,
+    is_in_fp32,
+    is_weighted_loss,
+    warn_of_ruined_buffers,
+)
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import modules_inside, named_modules, topmost_matches
@@ -114,9 +120,11 @@ def agree_inputs(module: nn.Module, keep_fp32: Sequence[str] = (), under_autocas
     for layer in module.modules():
         if layer in inside_kept:
             continue
-        if not under_autocast and computes_in_fp32(layer):
+        # a buffer that is shared with a module in bf16 is in bf16
+        can_be_fp32 = not under_autocast and is_in_fp32(layer)
+        if can_be_fp32 and computes_in_fp32(layer):
             _replace_forward(layer, _forward_in_fp32)
-        if not under_autocast and is_weighted_loss(layer):
+        if can_be_fp32 and is_weighted_loss(layer):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_fp32, with_kwargs=True),)
         elif _must_agree(layer, under_autocast):
             vars(layer)[_HANDLES] = (layer.register_forward_pre_hook(_to_parameter_dtype, with_kwargs=True),)
