@@ -23,7 +23,7 @@ from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import can_keep_copies, is_watched, on_gpu
+from lightning_fp8.ops.library import can_keep_copies, in_transform, is_watched, on_gpu
 from lightning_fp8.ops.operand import Fp8Operand, as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -188,11 +188,12 @@ def cast_input(
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
-    changes, nor does a trace show them; with gradients, AOTAutograd merges casts that have the same arguments.
+    changes, nor does a trace or a transform of ``torch.func`` show them; with gradients, AOTAutograd merges casts that
+    have the same arguments.
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
-    if shared is None or torch.compiler.is_compiling() or x.is_inference():
+    if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
     circumstances = phase, gemm.model.changes
     operand: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
@@ -258,7 +259,7 @@ def _linear_in_part(
 def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     shared = gemm.shared_input
     # a compiler merges these casts by itself
-    if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
+    if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference() or in_transform():
         return x.detach().to(dtype)
     values: Tensor | None = shared.take("rounded", gemm.module, x, (dtype,))
     if values is None:
