@@ -18,6 +18,7 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
 from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
+from lightning_fp8.modules.tensor_classes import has_own_operators, kind_of
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
@@ -86,6 +87,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
     Raises:
         NotImplementedError: for a ``DTensor``.
         RuntimeError: if the weight is on another device than the scales.
+        TypeError: if the weight is of a dtype or class that is never converted.
     """
     precision, weight_cast = gemm.precision, gemm.weight_cast
     weight = parameter if part is None else part
@@ -94,6 +96,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
             weight_cast.drop()
         check_whole(gemm, parameter)
         return Fp8Weight(gemm.n_by_k(weight), None)
+    check_kind(gemm, parameter)
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = torch.is_grad_enabled()
@@ -142,6 +145,7 @@ def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Fp8Operand
         parts = zip(gemms, stack.detach().unbind(), strict=True)
         operands = [cast(Fp8Operand, cast_weight(gemm, stack, phase, part).operand) for gemm, part in parts]
     else:
+        check_kind(gemms[0], stack)
         check_same_device(gemms[0], stack)
         together, keep = [(gemm, stack) for gemm in gemms], torch.is_grad_enabled()
         with normal_tensors() if may_keep else nullcontext():
@@ -170,6 +174,19 @@ def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
             " it. Leave the layer out with `ignore_modules`; or, under `fully_shard`, call it as a module, so that"
             " its hooks gather the weight."
         )
+
+
+def check_kind(gemm: Gemm, tensor: Tensor, what: str = "weight") -> None:
+    """Raise a TypeError for a weight, or a bias, that would not have been converted."""
+    is_castable = tensor.dtype in CASTABLE_DTYPES or what == "bias"
+    if is_castable and (type(tensor) is nn.Parameter or not has_own_operators(type(tensor))):
+        return
+    former = gemm.converted_from if what == "weight" else "plain"
+    raise TypeError(
+        f"{gemm.name!r}: the {what} was {former} when the layer was converted, and is {kind_of(tensor)} now. FP8 layers"
+        f" take float32, bfloat16 or float16, and no class of tensors with operators of its own. Assign another {what},"
+        " or call `convert` with `ignore_modules`, which makes the layer plain again."
+    )
 
 
 def check_same_device(gemm: Gemm, parameter: Tensor) -> None:
@@ -279,12 +296,14 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
 
     Raises:
         ValueError: unless it has one element for each output: a kernel would read past its end.
+        TypeError: if it is of a class that is never converted.
     """
     if bias.shape != (outputs,):
         raise ValueError(
             f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."
         )
+    check_kind(gemm, bias, "bias")
     if bias.dtype == dtype or dtype == torch.float32:
         return bias.detach()
     if not keep:
