@@ -323,13 +323,18 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
     by one of another shape.
 
     Raises:
-        TypeError: if it is not fp32, bf16 or fp16.
+        TypeError: if it is not fp32, bf16 or fp16, or is nested.
         ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with ``K > 0``.
     """
     if x.dtype not in CASTABLE_DTYPES:
         raise TypeError(
             f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
             " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{_called(module)}: the {what} must not be a nested tensor. Pass padded tensors, or `x.values()` of the"
+            " layout torch.jagged, or leave the layer unconverted with `ignore_modules`."
         )
     shape, input_shape = weight.shape, x.shape
     features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0

@@ -61,9 +61,9 @@ class WeightCopyModule(nn.Module):
 class WeightCopyLinear(WeightCopyModule, nn.Linear):
     """``nn.Linear`` that multiplies with a copy of its weight."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[*, in_features]`` -> y ``[*, out_features]``."""
-        return F.linear(x, self.copied("weight"), self.bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """input ``[*, in_features]`` -> y ``[*, out_features]``."""
+        return F.linear(input, self.copied("weight"), self.bias)
 
 
 class WeightCopyMultiheadAttention(WeightCopyModule, SdpaMultiheadAttention):
