@@ -23,6 +23,7 @@ from lightning_fp8.modules.experts import Fp8Experts, experts_class, find_router
 from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.linear import Fp8Linear, linear_class
 from lightning_fp8.modules.paths import matches
+from lightning_fp8.modules.tensor_classes import has_own_operators
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS, Product
 from lightning_fp8.scaling.config import Fp8Config
 
@@ -133,6 +134,10 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
     """Why this layer is not converted; None if it can be. ``is_output``: ``out_proj`` of a converted attention."""
     if plain_class(layer) is NonDynamicallyQuantizableLinear and not is_output:
         return "nn.MultiheadAttention, which is not converted, reads its weight directly"
+    for name, parameter in layer.named_parameters(recurse=is_parametrized(layer)):
+        # a converted layer may have been quantized since
+        if has_own_operators(type(parameter)):
+            return f"its {name} is of the class {type(parameter).__name__}, which has operators of its own"
     if isinstance(layer, Fp8Module):
         return None
     if is_parametrized(layer) and not _has_computed_weight(layer):

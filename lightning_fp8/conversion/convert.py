@@ -47,7 +47,8 @@ def convert(
     It converts ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, Hugging Face's ``Conv1D``, and the
     experts of transformers 5, each expert with its own scales. Routers stay as they are. Other linear layers are
     converted if they inherit ``forward`` from ``nn.Linear`` or from a class of :func:`register_linear`, or if a probe
-    finds that theirs computes the same; :func:`describe` says how, or names the difference.
+    finds that theirs computes the same; :func:`describe` says how, or names the difference. Layers stay as they are
+    whose weight or bias is of a class with operators of its own, such as those that torchao or bitsandbytes quantize.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
     converted model again converts the layers that have been added since; the others keep their histories.
 

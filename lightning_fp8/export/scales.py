@@ -18,6 +18,7 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
+from lightning_fp8.ops.blocks import square_amaxes
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
 from lightning_fp8.ops.operand import CurrentScale, WeightSlot
 
@@ -101,7 +102,10 @@ def as_stored(content: Content) -> tuple[Tensor, Tensor]:
 
 
 def quantized(weight: Tensor, plan: Plan) -> Quantized:
-    """The codes and scales of a weight, as its file will hold them."""
+    """The codes and scales of a weight, as its file will hold them.
+
+    Zeros have the scale 1: the largest one would have a subnormal reciprocal, which some devices flush to zero.
+    """
     of_input = None if plan.input is None else plan.input.reciprocal()
     if is_held(weight):
         codes, scale_inv = (tensor.contiguous().cpu() for tensor in as_stored(weight.content))
@@ -109,7 +113,10 @@ def quantized(weight: Tensor, plan: Plan) -> Quantized:
     if plan.weight is not None:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
     slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
-    payload, _, scale_inv, _ = ops.cast_weight_blocks(_plain(weight), slot, "rows")
+    values = _plain(weight)
+    payload, _, scale_inv, _ = ops.cast_weight_blocks(values, slot, "rows")
+    if plan.kind == "block":
+        scale_inv = torch.where(square_amaxes(values) > 0, scale_inv, 1.0)
     if plan.kind == "group":
         scale_inv = e8m0.from_tiles(scale_inv, len(payload), -(-payload.shape[1] // e8m0.BLOCK)).contiguous()
     return Quantized(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
@@ -227,7 +234,6 @@ def _input_scale(gemm: Gemm) -> Tensor:
 
 def _weight_scale(weight: Tensor) -> Tensor:
     amax = max_abs(weight.detach())
-    # for zeros any scale will do; the largest scale would have a subnormal reciprocal, which some devices flush to zero
     return torch.where(amax > 0, scale_of_current(amax, E4M3), 1.0).cpu()
 
 

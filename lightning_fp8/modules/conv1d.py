@@ -17,7 +17,7 @@ class Fp8Conv1D(Fp8Module, Conv1D):
         x ``[*, nx]`` fp32, bf16 or fp16; y ``[*, nf]``, in autocast's dtype where autocast is on, else in that of x.
 
     Raises:
-        TypeError: for an input that is not fp32, bf16 or fp16.
+        TypeError: for an input that is not fp32, bf16 or fp16, or is nested.
         ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
     """
 

@@ -18,12 +18,13 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
 from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
+from lightning_fp8.modules.tensor_classes import has_own_operators, kind_of
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import backward_may_follow, can_keep_copies, is_watched, on_gpu
+from lightning_fp8.ops.library import backward_may_follow, can_keep_copies, in_transform, is_watched, on_gpu
 from lightning_fp8.ops.operand import Fp8Operand, as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -86,6 +87,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
     Raises:
         NotImplementedError: for a ``DTensor``.
         RuntimeError: if the weight is on another device than the scales.
+        TypeError: if the weight is of a dtype or class that is never converted.
     """
     precision, weight_cast = gemm.precision, gemm.weight_cast
     weight = parameter if part is None else part
@@ -94,6 +96,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
             weight_cast.drop()
         check_whole(gemm, parameter)
         return Fp8Weight(gemm.n_by_k(weight), None)
+    check_kind(gemm, parameter)
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = backward_may_follow()
@@ -142,6 +145,7 @@ def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Fp8Operand
         parts = zip(gemms, stack.detach().unbind(), strict=True)
         operands = [cast(Fp8Operand, cast_weight(gemm, stack, phase, part).operand) for gemm, part in parts]
     else:
+        check_kind(gemms[0], stack)
         check_same_device(gemms[0], stack)
         together, keep = [(gemm, stack) for gemm in gemms], backward_may_follow()
         with normal_tensors() if may_keep else nullcontext():
@@ -172,6 +176,19 @@ def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
         )
 
 
+def check_kind(gemm: Gemm, tensor: Tensor, what: str = "weight") -> None:
+    """Raise a TypeError for a weight, or a bias, that would not have been converted."""
+    is_castable = tensor.dtype in CASTABLE_DTYPES or what == "bias"
+    if is_castable and (type(tensor) is nn.Parameter or not has_own_operators(type(tensor))):
+        return
+    former = gemm.converted_from if what == "weight" else "plain"
+    raise TypeError(
+        f"{gemm.name!r}: the {what} was {former} when the layer was converted, and is {kind_of(tensor)} now. FP8 layers"
+        f" take float32, bfloat16 or float16, and no class of tensors with operators of its own. Assign another {what},"
+        " or call `convert` with `ignore_modules`, which makes the layer plain again."
+    )
+
+
 def check_same_device(gemm: Gemm, parameter: Tensor) -> None:
     """Raise a RuntimeError if the weight is not where its scales are, whose memory a kernel could not read."""
     device = gemm.model.state.device
@@ -188,11 +205,12 @@ def cast_input(
     """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
-    changes, nor does a trace show them; with gradients, AOTAutograd merges casts that have the same arguments.
+    changes, nor does a trace or a transform of ``torch.func`` show them; with gradients, AOTAutograd merges casts that
+    have the same arguments.
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
     values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
-    if shared is None or torch.compiler.is_compiling() or x.is_inference():
+    if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
         return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
     circumstances = phase, gemm.model.changes
     operand: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
@@ -258,7 +276,7 @@ def _linear_in_part(
 def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
     shared = gemm.shared_input
     # a compiler merges these casts by itself
-    if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference():
+    if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference() or in_transform():
         return x.detach().to(dtype)
     values: Tensor | None = shared.take("rounded", gemm.module, x, (dtype,))
     if values is None:
@@ -278,12 +296,14 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
 
     Raises:
         ValueError: unless it has one element for each output: a kernel would read past its end.
+        TypeError: if it is of a class that is never converted.
     """
     if bias.shape != (outputs,):
         raise ValueError(
             f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."
         )
+    check_kind(gemm, bias, "bias")
     if bias.dtype == dtype or dtype == torch.float32:
         return bias.detach()
     if not keep:
@@ -303,13 +323,18 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
     by one of another shape.
 
     Raises:
-        TypeError: if it is not fp32, bf16 or fp16.
+        TypeError: if it is not fp32, bf16 or fp16, or is nested.
         ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with ``K > 0``.
     """
     if x.dtype not in CASTABLE_DTYPES:
         raise TypeError(
             f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
             " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{_called(module)}: the {what} must not be a nested tensor. Pass padded tensors, or `x.values()` of the"
+            " layout torch.jagged, or leave the layer unconverted with `ignore_modules`."
         )
     shape, input_shape = weight.shape, x.shape
     features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0

@@ -192,8 +192,11 @@ def _run_steps(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
     return x
 
 
-def _run_two_modules(self: Fp8FeedForward, x: Tensor) -> Tensor:
+def _run_two_modules(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
     form = self.form
+    if named or len(args) != 1:
+        return cast(Tensor, getattr(self.plain_class, form.method)(self, *args, **named))
+    (x,) = args
     is_known = tuple(type(_at(self, name)) for name in form.around) == form.classes
     (block,) = _steps(self, form) if is_known else (None,)
     if not isinstance(block, FeedForward) or reason_against_fusing(block) is not None:

@@ -14,6 +14,7 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.phase import Phase, uses_training_scale
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.stamp import is_sharded
+from lightning_fp8.modules.tensor_classes import kind_of
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot
@@ -61,6 +62,7 @@ class Gemm:
             anything in them changes; one tuple serves all forwards.
         stack_slots: the same for the tensors of all matrices of a stack, where this is the first one.
         weight_cast: the FP8 cast of the weight, as it is kept between forwards.
+        converted_from: dtype and class of the weight at the conversion, for messages.
         bias_cast: the bias in the 16-bit dtype that torch's GEMM takes.
         shared_input: the input, if other layers take the same tensor; it is recorded in the row of the first of
             them.
@@ -72,6 +74,7 @@ class Gemm:
         self.module = module
         self.precision = state.precisions[module]
         self.weight_cast = WeightCast()
+        self.converted_from = ""
         self.bias_cast: KeptCast[Tensor] = KeptCast()
         self.shared_input: SharedInput | None = None
         self.split_over: dict[Role, str] = {}
@@ -87,6 +90,8 @@ class Gemm:
         weight = layer.gemm_weights(layer)[name]
         parameter = next((key for key, candidate in layer._parameters.items() if candidate is weight), None)
         self._owner = _Owner(weakref.ref(layer), name, parameter)
+        # that of a copied layer came with the copy
+        self.converted_from = self.converted_from or kind_of(weight)
         self.weight_cast.part = int(name.rpartition(".")[2]) if layer.weights_are_stacked else None
         self.weight_cast.k_by_n = layer.weight_is_k_by_n
         self.on_sharding(weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import inspect
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,19 @@ class LinearForward(Fp8Module):
     weight: Tensor
     bias: Any
     family: ClassVar[set[type[Fp8Module]]] = set()
+    # what the plain class calls its argument
+    argument_name: ClassVar[str] = "input"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[*, in_features]`` -> y ``[*, out_features]``; see :class:`Fp8Linear`."""
+    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
+        """input ``[*, in_features]`` -> y ``[*, out_features]``; see :class:`Fp8Linear`."""
         if not isinstance(self, Fp8Module):
             # plain again, with a forward of the user's around this one
-            return type(self).forward(self, x)
+            return type(self).forward(self, *(() if input is None else (input,)), **named)
+        x = named.pop(self.argument_name, None) if input is None else input
+        if x is None or named:
+            raise TypeError(f"{self.plain_class.__name__}.forward takes one argument, `{self.argument_name}`.")
         weight, gemm, phase = self.weight, self.fp8[""], self.phase
-        fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
+        fits = not x.is_nested and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
         if not fits or x.dtype not in CASTABLE_DTYPES:
             check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):
@@ -55,7 +61,7 @@ class Fp8Linear(LinearForward, nn.Linear):
     ``x``, ``weight`` and ``bias``.
 
     Raises:
-        TypeError: for an input that is not fp32, bf16 or fp16.
+        TypeError: for an input that is not fp32, bf16 or fp16, or is nested.
         ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
     """
 
@@ -78,9 +84,14 @@ class ProbedLinear(LinearForward):
             )
 
 
-def linear_class(plain: type[nn.Module], is_probed: bool) -> type[Fp8Module]:
+def linear_class(plain: type[nn.Module], is_probed: bool) -> type[LinearForward]:
     """The FP8 class for linear layers of this class."""
-    return Fp8Linear if plain is nn.Linear else fp8_class(ProbedLinear if is_probed else LinearForward, plain)
+    if plain is nn.Linear:
+        return Fp8Linear
+    kind = cast(type[LinearForward], fp8_class(ProbedLinear if is_probed else LinearForward, plain))
+    names = [*inspect.signature(plain.forward).parameters]
+    kind.argument_name = names[1] if names[1:] else LinearForward.argument_name
+    return kind
 
 
 # `conv1d` adds its own, where `transformers` has been imported

@@ -61,12 +61,12 @@ class WeightCopyModule(nn.Module):
 class WeightCopyLinear(WeightCopyModule, nn.Linear):
     """``nn.Linear`` that multiplies with a copy of its weight."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[*, in_features]`` -> y ``[*, out_features]``."""
+    def forward(self, input: Tensor) -> Tensor:
+        """input ``[*, in_features]`` -> y ``[*, out_features]``."""
         if not isinstance(self, WeightCopyModule):
             # plain again, with a forward of the user's around this one
-            return type(self).forward(self, x)
-        return F.linear(x, self.copied("weight"), self.bias)
+            return type(self).forward(self, input)
+        return F.linear(input, self.copied("weight"), self.bias)
 
 
 class WeightCopyMultiheadAttention(WeightCopyModule, SdpaMultiheadAttention):

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _get_tracing_state
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -226,7 +231,9 @@ def is_watched(x: Tensor) -> bool:
         or type(x) not in _PLAIN_TENSORS
         or x.is_meta
         or _len_torch_dispatch_stack() > 0
-        or peek_interpreter_stack() is not None
+        or in_transform()
+        # of `torch.autograd.grad(is_grads_batched=True)`, which is no transform of `torch.func`
+        or is_legacy_batchedtensor(x)
         or _get_tracing_state() is not None
     )
 
@@ -239,16 +246,23 @@ def backward_may_follow() -> bool:
     return torch.is_grad_enabled() or _get_tracing_state() is not None
 
 
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs; its tensors have no address, by which a change would be seen."""
+    return peek_interpreter_stack() is not None
+
+
 def can_keep_copies(weight: Tensor) -> bool:
     """Whether the current context can detect a stale copy, and may run different operators when there is a copy.
 
-    Nothing in a compiled, traced or captured graph can see whether a copy is stale. A dispatch mode, such as that of
-    selective checkpointing, must see the same operators when a forward is recomputed.
+    Nothing in a compiled, traced or captured graph, or in a transform of ``torch.func``, can see whether a copy is
+    stale. A dispatch mode, such as that of selective checkpointing, must see the same operators when a forward is
+    recomputed.
     """
     return not (
         is_dynamo_compiling()
         or _get_tracing_state() is not None
         or _len_torch_dispatch_stack()
+        or in_transform()
         or is_capturing(weight.is_cuda)
     )
 
