@@ -24,7 +24,7 @@ from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.cuda.groups import has_kernels
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, DELAYED_ROLES
 from lightning_fp8.ops.groups import cast_groups_operand, groups_of, linear_groups
-from lightning_fp8.ops.library import backward_may_follow, is_exporting, on_gpu
+from lightning_fp8.ops.library import backward_may_follow, is_exporting, may_get_gradient, on_gpu
 from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -134,7 +134,7 @@ class Fp8Experts(Fp8Module):
         operand, slots = cast_stack(gemms, stack, phase), gemms[0].stack_slots
         dtype, dy = output_dtype(x), slots["grad_output", phase]
         bias = self._bias_for_groups(name, operand.by_rows.shape[:2], dtype)
-        keep = stack.requires_grad and backward_may_follow()
+        keep = may_get_gradient(stack) and backward_may_follow()
         x_fp8 = cast_groups_operand(x.detach(), slots["input", phase], groups, keep)
         y: Tensor = linear_groups(x, stack, bias, x_fp8, operand, groups, dy, dtype, self.weight_is_k_by_n)
         return y

@@ -26,7 +26,7 @@ from lightning_fp8.modules.functional import (
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.phase import Phase
-from lightning_fp8.ops.library import backward_may_follow
+from lightning_fp8.ops.library import backward_may_follow, may_get_gradient
 from lightning_fp8.ops.operand import Layer
 
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -146,7 +146,7 @@ def _run_fused(
     gemms, phase, dtype = [part.fp8[""] for part in parts], parts[0].phase, output_dtype(x)
     *first, last = [_as_layer(part, phase, dtype) for part in parts]
     with_gradients = backward_may_follow()
-    x_fp8 = cast_input(gemms[0], x, phase, with_gradients and any(layer.weight.requires_grad for layer in first))
+    x_fp8 = cast_input(gemms[0], x, phase, with_gradients and any(may_get_gradient(layer.weight) for layer in first))
     for gemm in gemms[1:-1]:
         # it takes the same cast
         let_go_of_input(gemm)
@@ -158,7 +158,7 @@ def _run_fused(
         gemms[-1].slots["input", phase],
         *(gemm.slots["grad_output", phase] for gemm in gemms),
         *activation,
-        with_gradients and last.weight.requires_grad,
+        with_gradients and may_get_gradient(last.weight),
         with_gradients,
         dtype,
     )

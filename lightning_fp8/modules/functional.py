@@ -24,7 +24,14 @@ from lightning_fp8.modules.weights_together import cast_stale, cast_together
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, per_row
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
-from lightning_fp8.ops.library import backward_may_follow, can_keep_copies, in_transform, is_watched, on_gpu
+from lightning_fp8.ops.library import (
+    backward_may_follow,
+    can_keep_copies,
+    in_transform,
+    is_watched,
+    may_get_gradient,
+    on_gpu,
+)
 from lightning_fp8.ops.operand import Fp8Operand, as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
 
@@ -233,7 +240,7 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, ph
     if operand is None or gemm.precision.in_bf16:
         return _linear_in_part(gemm, x, weight, bias, phase, dtype)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.by_rows.shape[0])
-    watched, keep = is_watched(x), parameter.requires_grad and backward_may_follow()
+    watched, keep = is_watched(x), may_get_gradient(parameter) and backward_may_follow()
     x_fp8 = cast_input(gemm, x, phase, keep, watched=watched)
     dy = gemm.slots["grad_output", phase]
     linear = ops.linear if watched else ops.linear.cpu
@@ -253,7 +260,7 @@ def _linear_in_part(
     nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
     x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["input", Phase.TRAINING].format)
     w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["weight", Phase.TRAINING].format)
-    keep = with_gradients and parameter.requires_grad
+    keep = with_gradients and may_get_gradient(parameter)
     if not fprop or (keep and not wgrad):
         x_operand = cast_input(gemm, x, phase, keep and not wgrad, not fprop)
     else:
@@ -323,7 +330,7 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
     by one of another shape.
 
     Raises:
-        TypeError: if it is not fp32, bf16 or fp16, or is nested.
+        TypeError: if it is not fp32, bf16 or fp16, or is nested or sparse.
         ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with ``K > 0``.
     """
     if x.dtype not in CASTABLE_DTYPES:
@@ -331,10 +338,11 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
             f"{_called(module)}: the {what} must be float32, bfloat16 or float16, got {x.dtype}."
             " Convert it before this layer, or leave the layer unconverted with `ignore_modules`."
         )
-    if x.is_nested:
+    if x.is_nested or x.layout != torch.strided:
         raise TypeError(
-            f"{_called(module)}: the {what} must not be a nested tensor. Pass padded tensors, or `x.values()` of the"
-            " layout torch.jagged, or leave the layer unconverted with `ignore_modules`."
+            f"{_called(module)}: the {what} must not be a nested or sparse tensor. Pass `x.to_dense()` or padded"
+            " tensors, or `x.values()` of the layout torch.jagged, or leave the layer unconverted with"
+            " `ignore_modules`."
         )
     shape, input_shape = weight.shape, x.shape
     features = shape[0 if module.weight_is_k_by_n else 1] if len(shape) == 2 else 0

@@ -37,7 +37,8 @@ class LinearForward(Fp8Module):
         if x is None or named:
             raise TypeError(f"{self.plain_class.__name__}.forward takes one argument, `{self.argument_name}`.")
         weight, gemm, phase = self.weight, self.fp8[""], self.phase
-        fits = not x.is_nested and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
+        is_dense = x.layout == torch.strided and not x.is_nested
+        fits = is_dense and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
         if not fits or x.dtype not in CASTABLE_DTYPES:
             check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):

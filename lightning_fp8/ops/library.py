@@ -251,6 +251,11 @@ def in_transform() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def may_get_gradient(weight: Tensor) -> bool:
+    """Whether the weight is trained; a tensor inside ``vmap`` does not say."""
+    return weight.requires_grad or in_transform()
+
+
 def can_keep_copies(weight: Tensor) -> bool:
     """Whether the current context can detect a stale copy, and may run different operators when there is a copy.
 

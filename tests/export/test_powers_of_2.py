@@ -155,3 +155,19 @@ def test_a_checkpoint_of_others_says_it_by_its_scales(
         assert np.array_equal(found, values_of(tensors[name], tensors[name + "_scale_inv"]))
     if powers:
         check(loaded, source)
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), POWERS], ids=["any scales", "powers of 2"])
+@pytest.mark.parametrize("layout", [None, "compressed-tensors"])
+def test_blocks_of_zeros_are_read_again(layout: str | None, recipe: BlockScaling, tmp_path: Path) -> None:
+    source = plain()
+    source[0].weight.data[128:256, :128] = 0
+    source[1].weight.data.zero_()
+    # nearly
+    source[0].weight.data[256:, :128] *= 1e-30
+    converted = convert(source.eval(), recipe)
+    expected = converted(X)
+    export(converted, tmp_path / "model.safetensors", layout=layout)
+    for frozen in (False, True):
+        model = load_exported(nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)), tmp_path, frozen=frozen).eval()
+        assert torch.equal(model(X), expected)

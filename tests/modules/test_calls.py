@@ -93,12 +93,22 @@ def test_nested_tensors_are_refused_with_the_remedy(build: Any, layout: torch.la
     nested = torch.nested.nested_tensor(rows, layout=layout)
     for training in (True, False):
         model.train(training)
-        with pytest.raises(TypeError, match=r"must not be a nested tensor\. Pass padded tensors, or `x\.values"):
+        with pytest.raises(TypeError, match=r"must not be a nested or sparse tensor\. Pass `x\.to_dense"):
             model(nested)
     assert not scaling_state(model).amax.any()
     if layout is torch.jagged:
         expected = plain(torch.cat(rows))
         assert (model(nested.values()) - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_refused_with_the_remedy(layout: torch.layout) -> None:
+    plain, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH) * (torch.rand(4, WIDTH) < 0.2)
+    for recipe in RECIPES:
+        model = convert(copy.deepcopy(plain), recipe)
+        with pytest.raises(TypeError, match=r"must not be a nested or sparse tensor\. Pass `x\.to_dense"):
+            model(x.to_sparse(layout=layout))
+        assert (model(x) - plain(x)).norm() < 0.1 * plain(x).norm()
 
 
 @pytest.mark.parametrize("shape", [(0, WIDTH), (2, 0, WIDTH), (0, 3, WIDTH)])

@@ -126,6 +126,8 @@ def test_a_batch_of_samples_is_computed(kind: str, training: bool, half: str) ->
 def test_a_batch_of_models_is_computed(kind: str, recipe: DelayedScaling | BlockScaling) -> None:
     models, x = [LAYERS[kind]() for _ in range(3)], torch.randn(8, 32)
     expected = torch.stack([model(x) for model in models])
+    expected.square().sum().backward()
+    of_each = [{name: parameter.grad.clone() for name, parameter in model.named_parameters()} for model in models]
     values, _ = stack_module_state(models)  # type: ignore[arg-type]
     model = convert(models[0], recipe, min_features=0)
     # its cast is kept, and is not that of the others
@@ -133,6 +135,10 @@ def test_a_batch_of_models_is_computed(kind: str, recipe: DelayedScaling | Block
     y = vmap(lambda values: functional_call(model, values, (x,)))(values)
     # of 12 seeds, the worst has 0.074
     assert (y - expected).norm() < 0.09 * expected.norm()
+    y.square().sum().backward()
+    for name, stacked in values.items():
+        wanted = torch.stack([gradients[name] for gradients in of_each])
+        assert (stacked.grad - wanted).norm() < 0.15 * wanted.norm()
     torch.testing.assert_close(model(x), y[0])
 
 
