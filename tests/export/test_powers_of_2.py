@@ -167,7 +167,9 @@ def test_blocks_of_zeros_are_read_again(layout: str | None, recipe: BlockScaling
     source[0].weight.data[256:, :128] *= 1e-30
     converted = convert(source.eval(), recipe)
     expected = converted(X)
-    export(converted, tmp_path / "model.safetensors", layout=layout)
+    export(converted, tmp_path / "export", layout=layout)
     for frozen in (False, True):
-        model = load_exported(nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)), tmp_path, frozen=frozen).eval()
+        model = load_exported(
+            nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)), tmp_path / "export", frozen=frozen
+        ).eval()
         assert torch.equal(model(X), expected)
