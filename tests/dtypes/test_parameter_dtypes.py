@@ -298,7 +298,7 @@ def test_compute_dtype_fp32() -> None:
         assert not torch.is_autocast_enabled("cpu")
         assert model(torch.randn(2, 16)).detach().numpy().dtype == "float32"
     with Fp8Precision().forward_context(), pytest.raises(TypeError, match="Got unsupported ScalarType BFloat16"):
-        model(torch.randn(2, 16)).detach().numpy()
+        model[0](torch.randn(2, 16)).detach().numpy()
 
 
 def test_weights_that_are_no_parameters() -> None:
