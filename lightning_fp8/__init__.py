@@ -4,7 +4,6 @@ Importing the package registers the precision string with Lightning. It also rep
 ``LIGHTNING_FP8_REPLACE_BF16=0`` is set; see :func:`lightning_fp8.plugins.register`.
 """
 
-import sys
 import warnings
 
 import torch
@@ -28,15 +27,10 @@ from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
 from lightning_fp8.runtime.version import __version__ as __version__
-from lightning_fp8.scaling import recipe
-from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from lightning_fp8.scaling.recipe import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 
 # A recipe among hyperparameters holds only plain values, so such checkpoints also load with `weights_only=True`.
-# Versions up to 0.5.0 had recipes in `lightning_fp8.recipe`, and checkpoints refer to them by that name.
-sys.modules["lightning_fp8.recipe"] = recipe
-torch.serialization.add_safe_globals(
-    [*recipe.RECIPES.values(), (DelayedScaling, "lightning_fp8.recipe.DelayedScaling")]
-)
+torch.serialization.add_safe_globals([*RECIPES.values()])
 
 __all__ = [
     "Bf16MixedPrecision",

@@ -318,11 +318,9 @@ class Fp8Precision(PrecisionCore):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Lightning keys a plugin's state by its class name; versions before 0.6 had a class of their own for FSDP
-        mine = type(self).__qualname__
-        for other in ("Fp8Precision", "Fp8FSDPPrecision"):
-            if mine not in checkpoint and other in checkpoint:
-                checkpoint[mine] = checkpoint[other]
+        # Lightning keys a plugin's state by its class name, which is another one in a subclass of the user's
+        if "Fp8Precision" in checkpoint:
+            checkpoint.setdefault(type(self).__qualname__, checkpoint["Fp8Precision"])
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
 from lightning_fp8.scaling.precision import LayerPrecision
 from lightning_fp8.scaling.scales import Scales
+from lightning_fp8.scaling.uneven_inputs import refuse_join
 
 
 class WeightedGemm(Protocol):
@@ -178,8 +179,8 @@ class Fp8Model:
             known to have a history: False if ``index`` is None.
         """
         if record:
-            if not self.has_recorded:
-                self.state.check_join()
+            if not self.has_recorded and self.state.recipe.reduce_amax:
+                refuse_join()
             self.has_recorded = True
         row = None if index is None else self._row_at.get(index.data_ptr())
         has_history = row is not None and self._known.item(row)

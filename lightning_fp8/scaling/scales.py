@@ -52,8 +52,6 @@ class Scales(Protocol):
 
     def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None: ...  # noqa: D102
 
-    def check_join(self) -> None: ...  # noqa: D102
-
     def update(self) -> None: ...  # noqa: D102
 
     def fill_sharers(self, recorded: Tensor) -> Tensor: ...  # noqa: D102

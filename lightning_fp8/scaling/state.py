@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
-from typing_extensions import override
 
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import power_of_2, scale_below
@@ -22,14 +20,13 @@ from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.precision import AS_SET, Choice, LayerPrecision, Origin
 from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import from_entries, load_rows, to_entries
-from lightning_fp8.scaling.uneven_inputs import Updates, check_joined
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
 
-class ScalingState(Joinable):
+class ScalingState:
     """Scales and amax histories of all R tensors of a model together, three tensors for each converted module.
 
     The D tensors with a history come first: all inputs, then all gradients of outputs. Forward and backward only read
@@ -64,9 +61,6 @@ class ScalingState(Joinable):
         model: the model at run time: what its casts have done, and who watches them. Copies get one of their own.
     """
 
-    # until it is among the joinables of a context, see :mod:`lightning_fp8.scaling.uneven_inputs`
-    _join_config = _JoinConfig.construct_disabled_join_config()
-
     def __init__(self, module_names: Sequence[str], recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.config = Fp8Config(recipe)
         self.module_names = tuple(module_names)
@@ -89,7 +83,7 @@ class ScalingState(Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         # what watches the original does not watch a copy
-        return {name: value for name, value in self.__dict__.items() if name not in ("model", "_join_config")}
+        return {name: value for name, value in self.__dict__.items() if name != "model"}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
@@ -136,25 +130,6 @@ class ScalingState(Joinable):
         """Whether all inputs and gradients that are cast are known on the host to have a history; on a GPU, a step or
         two late."""
         return self.model.every_history_is_known
-
-    @override
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return Updates(self)
-
-    @property
-    @override
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    @override
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
-
-    def check_join(self) -> None:
-        """RuntimeError if processes that run out of inputs would not take part in the updates of the others."""
-        if self.recipe.reduce_amax:
-            check_joined(self._join_config)
 
     def row_of(self, module: int, role: Role) -> int:
         """Which of the R tensors has this role in the module at this position."""

@@ -14,7 +14,6 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 
 COMMON = """
 from contextlib import nullcontext
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 reductions = []
@@ -205,43 +204,18 @@ for kind in (Shared, Separate):
     assert not torch.equal(ranks[0]["Shared"][0], ranks[1]["Shared"][0])
 
 
-@every_device
-def test_uneven_inputs_with_the_state_among_the_joinables(device: str, tmp_path: Path) -> None:
+def test_uneven_inputs_are_refused(tmp_path: Path) -> None:
     body = """
-model = convert(copy.deepcopy(start), long_window)
-state, ddp = scaling_state(model), DistributedDataParallel(model, find_unused_parameters=True)
-recorded = []
-state.model.before_update.append(lambda amax: recorded.append(amax[:state.delayed].clone()))
-# the first process joins early; then an epoch where all have as many
-for batches in (3 if rank == 0 else 5, 2):
-    epoch(model, ddp, Join([ddp, state]), batches)
-result.update(updates=state.updates, recorded=torch.stack(recorded), history=state.amax_history, scale=state.scale)
-result["weights"] = [parameter.detach() for parameter in model.parameters()]
-"""
-    first, second = run_processes(COMMON + body, tmp_path, device=device)
-    assert first["updates"] == second["updates"] == 7
-    assert all(torch.equal(first[key], second[key]) for key in ("recorded", "history"))
-    assert torch.equal(first["scale"][:10], second["scale"][:10])
-    assert torch.equal(first["history"][:7], first["recorded"].flip(0))
-    # inputs of: first, second, some, never, last
-    assert (first["history"][:, :5] > 0).sum(0).tolist() == [7, 7, 7, 0, 7]
-    assert all(map(torch.equal, first["weights"], second["weights"]))
-
-
-def test_uneven_inputs_without_the_state_are_refused(tmp_path: Path) -> None:
-    body = """
-for order, reduce_amax in (("ddp alone", True), ("state first", True), ("not reduced", False)):
+for reduce_amax in (True, False):
     model = convert(copy.deepcopy(start), DelayedScaling(reduce_amax=reduce_amax))
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    join = Join([scaling_state(model), ddp]) if order == "state first" else ddp.join()
     try:
-        epoch(model, ddp, join, 3 if rank == 0 else 5)
-        result[order] = scaling_state(model).updates
+        epoch(model, ddp, ddp.join(), 3 if rank == 0 else 5)
+        result[reduce_amax] = scaling_state(model).updates
     except RuntimeError as error:
-        result[order] = str(error)
+        result[reduce_amax] = str(error)
 """
     ranks = run_processes(COMMON + body, tmp_path)
     for rank in ranks:
-        for order in ("ddp alone", "state first"):
-            assert "Use `Join([ddp, lightning_fp8.scaling_state(model)])`, in this order" in rank[order]
-    assert [rank["not reduced"] for rank in ranks] == [3, 5]
+        assert "Give all processes as many batches" in rank[True]
+    assert [rank[False] for rank in ranks] == [3, 5]

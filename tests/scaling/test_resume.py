@@ -82,13 +82,13 @@ def test_a_bf16_checkpoint_resumes_in_fp8_and_back(tmp_path: Path) -> None:
     assert len(back.losses) == 4
 
 
-def test_a_checkpoint_saved_under_fsdp_resumes_elsewhere(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_under_a_subclass_of_the_plugin(tmp_path: Path) -> None:
+    class OwnPrecision(Fp8Precision):
+        pass
+
     model, path = fitted(tmp_path)
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint["Fp8FSDPPrecision"] = checkpoint.pop("Fp8Precision")
-    torch.save(checkpoint, path)
     resumed = seeded()
-    make_trainer(tmp_path, max_epochs=1).fit(resumed, loader(), ckpt_path=path)
+    make_trainer(tmp_path, max_epochs=1, plugins=OwnPrecision()).fit(resumed, loader(), ckpt_path=path)
     assert torch.equal(scaling_state(resumed).scale[:4], scaling_state(model).scale[:4])
     # no step is left to run, so no weight has been cast
     assert (scaling_state(resumed).scale[4:] == 1).all()

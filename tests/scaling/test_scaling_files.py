@@ -172,11 +172,9 @@ ANOTHER_FORM: dict[str, tuple[Callable[[Entries], Any], str]] = {
         r"no layer is in both\. Only in the file: 'x\.a\.input'.* Only in the model: 'a\.input'",
     ),
     "nothing": (lambda file: {}, "no layer is in both. Only in the model"),
-    "version 0.6.0": (
-        lambda file: {
-            name: {**entry, "amax": torch.zeros(()), "scale": torch.ones(())} for name, entry in file.items()
-        },
-        r"'a\.input' is of another form: it has the fields 'amax', 'amax_history', 'in_fp8'.*this version reads",
+    "other fields": (
+        lambda file: {name: {**entry, "scale": torch.ones(())} for name, entry in file.items()},
+        r"'a\.input' is of another form: it has the fields 'amax_history', 'in_fp8'.*this version reads",
     ),
     "the weights": (lambda file: {"a.weight": torch.zeros(3)}, "must map names of tensors to their entries"),
     "a list": (lambda file: [1], "must map names of tensors to their entries"),
