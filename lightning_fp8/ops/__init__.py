@@ -22,7 +22,6 @@ from lightning_fp8.ops.basic import (
     cast_weights,
     measure_weights,
     scaled_mm,
-    scaled_mm_add_,
     update_scales,
 )
 from lightning_fp8.ops.dequantize import keep_values
@@ -47,6 +46,5 @@ __all__ = [
     "mlp",
     "mlp_backward",
     "scaled_mm",
-    "scaled_mm_add_",
     "update_scales",
 ]

@@ -51,11 +51,6 @@ _SCALED_MM = define(
     'str gemm="auto") -> Tensor',
     ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "a_format", "b_format", "out_dtype", "fast_accumulation", "gemm"),
 )
-# scaled_mm_add_: out [M, N] += scaled_mm(a, b), added in fp32 and rounded once, to accumulate gradients
-_SCALED_MM_ADD = define(
-    'scaled_mm_add_(Tensor(a!) out, Fp8Tensor a, Fp8Tensor b, bool fast_accumulation, str gemm="auto") -> ()',
-    ("out", "a", "b", "a_scale_inv", "b_scale_inv", "a_format", "b_format", "fast_accumulation", "gemm"),
-)
 # update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
 #   float32, newest first, nonfinite_steps [R] int64. For the first D: where amax is finite and > 0 it is pushed into
 #   the history, and scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; amax is zeroed. For
@@ -105,7 +100,6 @@ cast_weight_blocks = implement(
     _CAST_WEIGHT_BLOCKS, blocks.cast_weight, cuda.cast_weight_blocks, _cast_weight_blocks_fake
 )
 scaled_mm = implement(_SCALED_MM, reference.scaled_mm, gemm.scaled_mm, _scaled_mm_fake)
-scaled_mm_add_ = implement(_SCALED_MM_ADD, reference.scaled_mm_add_, gemm.scaled_mm_add_, _in_place_fake)
 update_scales = implement(_UPDATE_SCALES, amaxes.update_scales, cuda.update_scales, _in_place_fake)
 measure_weights = cuda.measure_weights
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_fp8.ops.basic import scaled_mm, scaled_mm_add_
+from lightning_fp8.ops.basic import scaled_mm
 from lightning_fp8.ops.feed_forward import gated_backward, gated_mlp, mlp, mlp_backward
 from lightning_fp8.ops.groups import linear_groups, linear_groups_backward
 from lightning_fp8.ops.library import Operator
@@ -37,11 +37,6 @@ def _count(operator: Operator) -> Callable[[Callable[..., int]], None]:
 
 @_count(scaled_mm)
 def _scaled_mm(a: Any, b: Any, *_: Any) -> int:
-    return _gemm(a.payload, b.payload)
-
-
-@_count(scaled_mm_add_)
-def _scaled_mm_add(out: Shape, a: Any, b: Any, *_: Any) -> int:
     return _gemm(a.payload, b.payload)
 
 

@@ -171,11 +171,6 @@ def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_d
     return out
 
 
-def scaled_mm_add_(out: Tensor, a: Fp8Tensor, b: Fp8Tensor, fast_accumulation: bool, gemm: str = "auto") -> None:
-    """``out += (a @ b^T) * a_scale_inv * b_scale_inv``; see the operator ``lightning_fp8::scaled_mm_add_``."""
-    out.add_(scaled_mm(a, b, None, torch.float32, fast_accumulation))
-
-
 def linear_backward(
     dy: Tensor,
     h: Tensor | None,

@@ -85,24 +85,6 @@ def test_scaled_mm_without_bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(reference.scaled_mm(*args), expected, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("implementation", [reference, gemm])
-@pytest.mark.usefixtures("strict_products")
-def test_a_product_is_added_in_fp32(size: tuple[int, int, int], dtype: torch.dtype, implementation: Any) -> None:
-    m, n, k = size
-    a, b = random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")
-    a_inv, b_inv, before = torch.tensor(3e-4), torch.tensor(7e-5), torch.randn(m, n).to(dtype)
-    exact = values(a, "e5m2") @ values(b, "e4m3").T * (a_inv * b_inv).double() + before
-    magnitude = values(a, "e5m2").abs() @ values(b, "e4m3").T.abs() * (a_inv * b_inv).double()
-    # a contiguous matrix, and a column-major one inside a larger one
-    for out in (before.clone(), torch.zeros(n + 2, m, dtype=dtype).t()[:, 1 : n + 1].copy_(before)):
-        implementation.scaled_mm_add_(out, Fp8Tensor(a, a_inv, "e5m2"), Fp8Tensor(b, b_inv, "e4m3"), False)
-        assert out.dtype == dtype
-        allowed = exact.abs() * torch.finfo(dtype).eps / 2 + magnitude * 2e-6 + 1e-7
-        assert ((out.double() - exact).abs() <= allowed).all()
-
-
 @pytest.mark.usefixtures("host_kernels")
 @pytest.mark.parametrize("transposed", [torch.Tensor.t, by_columns], ids=["a view", "padded"])
 def test_cuda_path_backward_equals_the_reference(transposed: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -231,8 +213,6 @@ def op_samples() -> list[tuple[Operator, tuple[Any, ...]]]:
         (ops.linear, (*grad[:3], b, x_fp8, w_fp8, dy_recorded, fp32)),
         (ops.linear, (grad[0].unflatten(0, (2, 65)), w, b, b.bfloat16(), x_fp8, w_fp8, dy_recorded, bf16)),
         (ops.linear, (grad[0], w, None, None, x_fp8, w_fp8, dy_recorded, fp32)),
-        (ops.scaled_mm_add_, (dy.clone(), *product, False, "rawkernel")),
-        (ops.scaled_mm_add_, (dy.bfloat16(), *product, True)),
         (ops.mlp, (grad[0], first, second, *mlp, True, True, fp32)),
         (ops.mlp, (grad[0], *without_bias, *mlp, True, True, fp32)),
         (ops.mlp, (x, plain_first, plain_second, *unrecorded_mlp, False, False, bf16)),

@@ -151,11 +151,6 @@ def _scaled_mm(args: Made) -> tuple[Any, ...]:
     return a, b, bias, args.case.other, args.case.layout == "rows"
 
 
-def _scaled_mm_add(args: Made) -> tuple[Any, ...]:
-    a, b = args.product()
-    return args.matrix(len(a.payload), len(b.payload)).clone(), a, b, args.case.flag
-
-
 def _linear(args: Made) -> tuple[Any, ...]:
     (x, x_fp8), (weight, bias, value, w_fp8), dtype = args.x(), args.layer(args.n, args.k), args.case.dtype
     plain, plain_weight = ops.in_rows(x.detach()), weight.detach().to(dtype)
@@ -219,7 +214,6 @@ _MAKE: dict[str, tuple[Callable[[Made], tuple[Any, ...]], dict[str, Recipe]]] = 
     "cast_blocks": (_cast, IN_BLOCKS),
     "cast_weight_blocks": (lambda args: (args.matrix(args.n, args.k), args.weight_slot(), args.case.layout), IN_BLOCKS),
     "scaled_mm": (_scaled_mm, OF_TENSORS | IN_BLOCKS),
-    "scaled_mm_add_": (_scaled_mm_add, OF_TENSORS | IN_BLOCKS),
     "linear": (_linear, OF_TENSORS | IN_BLOCKS),
     "linear_backward": (_linear_backward, OF_TENSORS | IN_BLOCKS),
     "mlp": (_mlp, OF_TENSORS | IN_BLOCKS),

@@ -40,11 +40,6 @@ def scaled_mm(
     return run_choice(choice, a, b, bias, out_dtype, promote)
 
 
-def scaled_mm_add_(out: Tensor, a: Fp8Tensor, b: Fp8Tensor, fast_accumulation: bool, gemm: str = "auto") -> None:
-    """See the operator ``lightning_fp8::scaled_mm_add_``."""
-    out.add_(scaled_mm(a, b, None, torch.float32, fast_accumulation, gemm))
-
-
 def run_choice(
     choice: Choice,
     a: Fp8Tensor,
