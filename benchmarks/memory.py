@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.weight_cast import KeptCast
-from lightning_fp8.modules.weight_copy import WeightCopyModule
 from lightning_fp8.modules.weights_unchanged import casts_of
 
 
@@ -23,12 +22,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def weight_copies(model: nn.Module) -> list[Tensor]:
-    """Copies of weights that layers keep until the next optimizer step: in bf16, or in FP8 with scales."""
+    """Copies of weights in FP8, with scales, that layers keep until the next optimizer step."""
     casts: list[KeptCast[Any]] = []
     for module in model.modules():
-        if isinstance(module, WeightCopyModule):
-            casts += module.copies.values()
-        elif isinstance(module, Fp8Module):
+        if isinstance(module, Fp8Module):
             casts += casts_of(module.fp8.values())
     leaves = tree_leaves([cast._cast for cast in casts])
     return [tensor for tensor in leaves if isinstance(tensor, Tensor)]

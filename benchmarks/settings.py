@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_fp8.plugins import Bf16MixedPrecision, Fp8Precision
+from lightning_fp8.plugins import Fp8Precision
 from lightning_fp8.runtime.cpu import emulates_bf16
 
 OURS, FP32, BF16 = "lightning_fp8", "32-true", "bf16-mixed"
@@ -48,11 +48,8 @@ def settings(device: torch.device) -> dict[str, Setting]:
 
 
 def every_setting(device: torch.device) -> dict[str, Setting]:
-    """The same with fp32, and bf16 with a copy of the weights."""
-    variants = {FP32: Setting(Precision), **settings(device)}
-    if BF16 in variants:
-        variants["bf16-mixed, weight_copy"] = Setting(functools.partial(Bf16MixedPrecision, weight_copy=True))
-    return variants
+    """The same with fp32."""
+    return {FP32: Setting(Precision), **settings(device)}
 
 
 def with_kept_weights(device: torch.device) -> dict[str, Setting]:

@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_fp8.conversion.linear_probe import difference_from_linear
 from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.weight_copy import WeightCopyModule
 
 KindT = TypeVar("KindT", bound=type[nn.Module])
 _registered: list[type[nn.Module]] = [nn.Linear]
@@ -72,8 +71,6 @@ def reason_against_linear(layer: nn.Module) -> str | None:
     named = f"a {kind.__name__}"
     if isinstance(layer, nn.Bilinear):
         return f"{named}, which multiplies two inputs"
-    if isinstance(layer, WeightCopyModule):
-        return f"{named}, which keeps a 16-bit copy of its weight for a run without FP8"
     if type(kind) not in (type, ABCMeta):
         return f"{named}, whose metaclass {type(kind).__name__} may act on classes that are made of it"
     if kind.__call__ is not nn.Module.__call__:

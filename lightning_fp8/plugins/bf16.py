@@ -17,8 +17,6 @@ from typing_extensions import override
 from lightning_fp8.conversion.convert import is_converted, unconvert
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import store_parameters
-from lightning_fp8.modules.paths import modules_inside
-from lightning_fp8.modules.weight_copy import keep_copies
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.settings import arguments_of, as_torch_dtype
 from lightning_fp8.runtime.switch import default_dtype
@@ -35,13 +33,10 @@ class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]
             keep their dtypes.
         keep_fp32: see :class:`Fp8Precision`.
         dtype_mismatch: see :class:`Fp8Precision`.
-        weight_copy: keep a bf16 copy of linear and attention weights, made once per optimizer step: one
-            cast per step under gradient accumulation, for two more bytes per parameter.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
 
     Raises:
-        ValueError: for an unsupported value, ``weight_copy`` of bf16 parameters; at set-up for a pattern that matches
-            no module.
+        ValueError: for an unsupported value; at set-up for a pattern that matches no module.
         TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
     """
 
@@ -54,17 +49,10 @@ class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]
         param_dtype: torch.dtype | str | None = None,
         keep_fp32: Sequence[str] = (),
         dtype_mismatch: DtypeMismatch = "align",
-        weight_copy: bool = False,
         reduce_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         self._stores = param_dtype is not None
         self.param_dtype = torch.float32 if param_dtype is None else as_torch_dtype("param_dtype", param_dtype)
-        if weight_copy and self.param_dtype != torch.float32:
-            raise ValueError(
-                "`weight_copy=True` keeps bf16 copies of fp32 weights and needs fp32 parameters,"
-                f" got `param_dtype={self.param_dtype}`."
-            )
-        self.weight_copy = weight_copy
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
         MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
 
@@ -74,8 +62,6 @@ class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]
         # parameters keep their dtypes, as with Lightning's plugin, unless another one was requested
         if self._stores or self.keep_fp32:
             store_parameters(module, self.param_dtype, self.keep_fp32)
-        if self.weight_copy:
-            keep_copies(module, leave_alone=modules_inside(module, self.keep_fp32))
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:

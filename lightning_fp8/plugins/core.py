@@ -24,7 +24,6 @@ from lightning_fp8.dtypes.attention import DTYPE_MISMATCH, AttentionDtypes, Dtyp
 from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, release_inputs
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
-from lightning_fp8.modules.weight_copy import drop_copies
 from lightning_fp8.plugins.contexts import autocast
 from lightning_fp8.plugins.settings import as_torch_dtype
 from lightning_fp8.runtime.choice import check_choice
@@ -91,7 +90,6 @@ class PrecisionCore(FSDPPrecision):
         other_models = [reference for reference in self._attention.models if reference() not in (None, module)]
         self._attention.models = [*other_models, weakref.ref(module)]
         # left by an earlier run, under this precision or another
-        drop_copies(module)
         release_inputs(module)
         self._prepare(module)
         agree_inputs(module, self.keep_fp32, under_autocast=self._autocasts)

@@ -25,7 +25,6 @@ from benchmarks.training import Start, Task, Training, Work
 from lightning_fp8 import Fp8Precision, convert, scaling_state
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.examples.transformer_block import Block, initialize
-from lightning_fp8.modules.weight_copy import keep_copies
 from lightning_fp8.ops import basic
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.scaling.state import ScalingState
@@ -87,8 +86,7 @@ def test_the_precisions(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     others = ["32-true"] if first else ["bf16-mixed", "bf16-true"]
     assert list(found) == ["lightning_fp8", *others]
     assert [plugins[name].precision for name in others] == others
-    copies = [] if first else ["bf16-mixed, weight_copy"]
-    assert {*settings.every_setting(CPU)} == {"lightning_fp8", "32-true", *others, *copies}
+    assert {*settings.every_setting(CPU)} == {"lightning_fp8", "32-true", *others}
     gemms = settings.with_gemms(CPU)
     assert [gemms[f"lightning_fp8 {gemm}"].plugin().gemm for gemm in ("rawkernel", "cublaslt")] == [
         "rawkernel", "cublaslt",
@@ -337,11 +335,6 @@ def test_saved_bytes_by_hand() -> None:
 def test_what_is_kept_anyway_is_not_saved() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 16).bfloat16()
-    copied = nn.Sequential(nn.Linear(16, 16))
-    keep_copies(copied, set())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert memory.saved_bytes(copied, lambda: copied(x)) == 256
-    assert memory.bytes_of(memory.weight_copies(copied)) == 512
     model = convert(nn.Sequential(nn.Linear(16, 16)))
     for _ in range(2):
         model(x).float().sum().backward()

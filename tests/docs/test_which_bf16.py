@@ -21,17 +21,12 @@ GEMM_WEIGHTS = 2 * 12 * 256**2 + 256 * 256
 MIB = 2**20
 
 
-def variant(named: str) -> str:
-    """``bf16-mixed, weight_copy=True`` under the benchmark's name."""
-    return named.removesuffix("=True")
-
-
 def test_bytes_per_parameter_are_those_measured() -> None:
     rows = measured("precisions-cpu.jsonl")
     said = table_of(PAGE, "precision", "weights", "gradients", "AdamW")
-    assert sorted(variant(line["precision"]) for line in said) == sorted(rows)
+    assert sorted(line["precision"] for line in said) == sorted(rows)
     for line in said:
-        row = rows[variant(line["precision"])]
+        row = rows[line["precision"]]
         # AdamW also stores each tensor's step count, in fp32
         moments = row["optimizer_bytes"] - 4 * len(list(demo().parameters()))
         for column, size in {
@@ -41,9 +36,8 @@ def test_bytes_per_parameter_are_those_measured() -> None:
         }.items():
             assert int(line[column]) == size / PARAMETERS, (line, column)
     copies = {name: row["weight_copy_bytes"] // GEMM_WEIGHTS for name, row in rows.items()}
-    assert copies == {"32-true": 0, "bf16-true": 0, "bf16-mixed": 0, "bf16-mixed, weight_copy": 2, "fp8-delayed": 1}
-    kept = {variant(line["precision"]): line["copies for matrix products"] for line in said}
-    assert kept["bf16-mixed, weight_copy"] == "2"
+    assert copies == {"32-true": 0, "bf16-true": 0, "bf16-mixed": 0, "fp8-delayed": 1}
+    kept = {line["precision"]: line["copies for matrix products"] for line in said}
     assert kept["fp8-delayed"].endswith("1 on a CPU")
 
 
@@ -54,12 +48,11 @@ def demo() -> ByteGPT:
 
 def test_sums_of_the_decision_are_those_of_the_table() -> None:
     sums = {
-        variant(line["precision"]): sum(int(line[column]) for column in ("weights", "gradients", "AdamW"))
+        line["precision"]: sum(int(line[column]) for column in ("weights", "gradients", "AdamW"))
         for line in table_of(PAGE, "precision", "weights", "gradients", "AdamW")
     }
     chosen = {line["use"]: line["bytes per parameter"] for line in table_of(PAGE, "your case")}
     assert int(chosen["bf16-mixed"]) == sums["bf16-mixed"] == sums["fp8-delayed"]
-    assert int(chosen["Bf16MixedPrecision(weight_copy=True)"]) == sums["bf16-mixed, weight_copy"] + 2
     assert int(chosen["fp8-delayed, compared with bf16-mixed"].split()[0]) == sums["fp8-delayed"] + 2
     assert int(chosen['Bf16TruePrecision(keep_fp32=["*.norm*"])']) == sums["bf16-true"]
     for line in table_of(PAGE, "parameters", "7 billion"):
@@ -99,9 +92,9 @@ def test_lightnings_own_dtypes_under_fsdp(precision: str) -> None:
 def test_measured_bytes_times_and_updates() -> None:
     rows = measured("precisions-cpu.jsonl")
     said = table_of(PAGE, "saved for backward", "updates lost")
-    assert sorted(variant(line["precision"]) for line in said) == sorted(rows)
+    assert sorted(line["precision"] for line in said) == sorted(rows)
     for line in said:
-        row = rows[variant(line["precision"])]
+        row = rows[line["precision"]]
         sizes = {
             key.removesuffix("_bytes"): f"{size / MIB:.1f} MiB" for key, size in row.items() if "bytes" in key and size
         }
@@ -119,7 +112,7 @@ def test_measured_bytes_times_and_updates() -> None:
 def test_measured_losses() -> None:
     rows = measured("compare-tiny-gpt-cpu.jsonl")
     said = table_of(PAGE, "precision", "training loss", "validation loss")
-    names = [line["precision"].replace(", weight_copy=True", "+weight_copy") for line in said]
+    names = [line["precision"] for line in said]
     assert names == by_default(emulated=False)
     for line, row in zip(said, map(rows.__getitem__, names), strict=True):
         assert (line["training loss"], line["validation loss"]) == (f"{row['loss']:.4f}", f"{row['val_loss']:.4f}")

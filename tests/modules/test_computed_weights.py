@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_fp8 import convert, describe, export, load_exported, scaling_state, unconvert
-from lightning_fp8.modules.weight_copy import WeightCopyModule, keep_copies
 from lightning_fp8.scaling.recipe import RECIPES
 
 
@@ -153,14 +152,6 @@ def test_an_attention_reads_the_weight_of_its_projection_itself() -> None:
     assert reasons["0"] == "converted, 32 -> 96"
     assert reasons["0.out_proj"] == "is parametrized, other than in the weight of a linear layer"
     assert sqnr(model[0](x, x, x)[0], plain(x, x, x)[0]) > 24
-
-
-def test_bf16_keeps_no_copy_of_it() -> None:
-    layers = nn.Sequential(layer_of("weight_norm"), nn.MultiheadAttention(32, 2))
-    parametrizations.weight_norm(layers[1].out_proj)
-    keep_copies(layers, set())
-    copied = [path for path, layer in layers.named_modules() if isinstance(layer, WeightCopyModule)]
-    assert copied == ["1"]
 
 
 def test_a_second_conversion_changes_nothing() -> None:

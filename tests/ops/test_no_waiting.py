@@ -28,7 +28,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import (
-    Bf16MixedPrecision,
     BlockScaling,
     DelayedScaling,
     Fp8Precision,
@@ -255,7 +254,6 @@ def trained(waits: NoWaiting, path: Path, *given: Callback, **settings: Any) -> 
     "settings",
     [
         *({"precision": precision} for precision in (*RECIPES, "bf16-mixed", "bf16-true")),
-        {"plugins": Bf16MixedPrecision(weight_copy=True)},
         {"plugins": Fp8Precision(param_dtype="bfloat16"), "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
         {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
     ],

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_fp8 import Bf16MixedPrecision, BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.scaling.recipe import RECIPES
@@ -37,7 +37,7 @@ FP8 = {
     "overrides": {"layer": {"wgrad": "bf16"}},
     "bf16_blocks": (1, 2),
 }
-MIXED = {**SHARED, "param_dtype": torch.float32, "weight_copy": True}
+MIXED = {**SHARED, "param_dtype": torch.float32}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8-delayed": FP8,
     "fp8-current": {**FP8, "recipe": CurrentScaling(margin=1)},
@@ -170,10 +170,10 @@ def test_a_wrong_recipe_in_a_configuration(
 
 
 # the advice in an error is correct: it names every plugin that takes the argument, and no other
-@pytest.mark.parametrize("precision", ["fp8-delayed", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) -> None:
     others = {name for given in ARGUMENTS.values() for name in given} - set(ARGUMENTS[precision])
-    assert len(others) == {"bf16-mixed": 10, "bf16-true": 12}.get(precision, 1)
+    assert len(others) == {"bf16-mixed": 10, "bf16-true": 11}[precision]
     for name in others:
         # for any value, including the other plugin's default
         with pytest.raises(TypeError) as error:
@@ -186,10 +186,10 @@ def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) ->
 
 
 class Mine(Fp8Precision):
-    """A user's plugin with its own argument, which has the name of an argument of one of ours."""
+    """A user's plugin with its own argument"""
 
-    def __init__(self, weight_copy: bool, **kwargs: Any) -> None:
-        self.weight_copy = weight_copy
+    def __init__(self, param_dtypes: bool, **kwargs: Any) -> None:
+        self.param_dtypes = param_dtypes
         super().__init__(**kwargs)
 
 
@@ -198,7 +198,7 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
     assert pl.Trainer(plugins=given, accelerator="cpu", logger=False).precision_plugin is given
     made = lf.Fabric(accelerator="cpu", plugins=given)._precision.plugin  # type: ignore[attr-defined]
     assert isinstance(made, Mine)
-    assert (made.weight_copy, made.min_features) == (True, 8)
+    assert (made.param_dtypes, made.min_features) == (True, 8)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,3 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
 def test_wrong_values(kwargs: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Fp8Precision(**kwargs)
-
-
-def test_a_weight_copy_needs_fp32_weights() -> None:
-    with pytest.raises(ValueError, match=r"needs fp32 parameters, got `param_dtype=torch.bfloat16`"):
-        Bf16MixedPrecision(weight_copy=True, param_dtype="bfloat16")

@@ -35,7 +35,7 @@ from lightning_fp8.tools.report.runs import read_runs
 
 STEPS, WARMUP = 12, 4
 BATCH, CONTEXT = 4, 16
-FOUR = ["bf16-mixed", "bf16-mixed+weight_copy", "bf16-true", "fp8-delayed"]
+THREE = ["bf16-mixed", "bf16-true", "fp8-delayed"]
 CONFIG: dict[str, Any] = {
     "seed_everything": True,
     "trainer": {
@@ -95,7 +95,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The four variants that run by default on a CPU with bf16 products, with a user's plugin; folder and output."""
     folder = tmp_path_factory.mktemp("compare")
     write_config(folder, precision=None, plugins=PLUGIN)
-    arguments = ["--config", "tiny.yaml", "--steps", str(STEPS), "--warmup", str(WARMUP), "--precisions", *FOUR]
+    arguments = ["--config", "tiny.yaml", "--steps", str(STEPS), "--warmup", str(WARMUP), "--precisions", *THREE]
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
@@ -114,8 +114,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_numbers_are_those_that_the_runs_logged(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     rows = rows_of(folder)
-    assert [row["variant"] for row in rows] == FOUR
-    for row, run in zip(rows, read_runs([folder / name for name in FOUR]), strict=True):
+    assert [row["variant"] for row in rows] == THREE
+    for row, run in zip(rows, read_runs([folder / name for name in THREE]), strict=True):
         logged = run.scalars["train_loss"]
         assert logged.steps.tolist() == list(range(STEPS))
         assert row["steps"] == STEPS
@@ -185,7 +185,7 @@ def test_settings_of_the_users_plugin(compared: tuple[Path, str]) -> None:
     # three norms, weight and bias
     norms = 3 * 2 * 32
     state = {row["variant"]: row["parameter_bytes"] for row in rows_of(folder)}
-    assert state == dict.fromkeys(FOUR, 4 * elements) | {"bf16-true": 2 * elements + 2 * norms}
+    assert state == dict.fromkeys(THREE, 4 * elements) | {"bf16-true": 2 * elements + 2 * norms}
     for row in rows_of(folder):
         assert row["gradient_bytes"] == row["parameter_bytes"]
         # two moments and a step count of 4 bytes for each of the 17 parameters
@@ -334,7 +334,7 @@ def test_a_signal_while_a_run_is_started(by: signal.Signals, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [
-        ("bf16-mixed+weight_copy", lightning_fp8.Bf16MixedPrecision),
+        ("bf16-mixed", lightning_fp8.Bf16MixedPrecision),
         ("bf16-true", lightning_fp8.Bf16TruePrecision),
         ("fp8-current,margin=1,wgrad=bf16", lightning_fp8.Fp8Precision),
         ("32-true", Precision),

@@ -18,18 +18,16 @@ from lightning_fp8.tools.compare.advice import advise, worse_loss
 from lightning_fp8.tools.compare.command import as_table, main
 from lightning_fp8.tools.compare.variants import plugin_settings
 
-FOUR = ["bf16-mixed", "bf16-mixed+weight_copy", "bf16-true", "fp8-delayed"]
+THREE = ["bf16-mixed", "bf16-true", "fp8-delayed"]
 
 
 def test_plugin_settings_and_recipes() -> None:
     own = {"recipe": {"margin": 1}, "ignore_modules": ["a"], "keep_fp32": ["b"], "param_dtype": "bfloat16",
-           "dtype_mismatch": "warn", "weight_copy": False, "frozen_weights": "fp8"}  # fmt: skip
+           "dtype_mismatch": "warn", "frozen_weights": "fp8"}  # fmt: skip
     for_all = {"keep_fp32": ["b"], "dtype_mismatch": "warn"}
     assert plugin_settings("bf16-mixed", own) == plugin_settings("bf16-true", own) == for_all
-    assert plugin_settings("bf16-mixed+weight_copy", own) == {**for_all, "weight_copy": True}
     assert plugin_settings("32-true", own) == {}
-    of_fp8 = {**own, "recipe": DelayedScaling(margin=1).as_dict()}
-    assert plugin_settings("fp8-delayed", own) == {key: value for key, value in of_fp8.items() if key != "weight_copy"}
+    assert plugin_settings("fp8-delayed", own) == {**own, "recipe": DelayedScaling(margin=1).as_dict()}
     delayed, current = {"margin": 1}, {"precision": "fp8-current", "margin": 2}
     for variant, recipe, expected in (
         ("fp8-current", current, CurrentScaling(margin=2)),
@@ -43,11 +41,11 @@ def test_plugin_settings_and_recipes() -> None:
 
 # whether there is a GPU, and bf16 products are emulated; the precisions named -> those that run, and the baseline
 MACHINES = {
-    "with bf16 products": (False, False, [], FOUR, "bf16-mixed"),
+    "with bf16 products": (False, False, [], THREE, "bf16-mixed"),
     "without": (False, True, [], ["32-true", "fp8-delayed"], "32-true"),
     "asked for no fp32": (False, True, ["bf16-mixed", "fp8-delayed"], None, "bf16-mixed"),
     "fp32 with bf16 products": (False, False, ["32-true", "bf16-mixed"], None, "bf16-mixed"),
-    "a GPU, whatever its CPU": (True, True, [], FOUR, "bf16-mixed"),
+    "a GPU, whatever its CPU": (True, True, [], THREE, "bf16-mixed"),
 }
 
 
