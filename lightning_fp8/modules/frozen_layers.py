@@ -5,15 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, frozen, is_frozen
-from lightning_fp8.modules.gemm import Gemm, Layer
+from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.operand import Fp8Operand
+
+if TYPE_CHECKING:
+    from lightning_fp8.modules.base import Fp8Module
 
 
 def fp8_only_operand(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) -> tuple[Tensor, Fp8Operand]:
@@ -55,7 +58,7 @@ def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
     return weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
 
 
-def free_masters(layer: Layer) -> None:
+def free_masters(layer: Fp8Module) -> None:
     """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
     for weight, gemms in gemms_by_weight(layer):
         first = gemms[0]
@@ -69,7 +72,7 @@ def free_masters(layer: Layer) -> None:
             _note(gemm, weight)
 
 
-def gemms_by_weight(layer: Layer) -> list[tuple[Tensor, list[Gemm]]]:
+def gemms_by_weight(layer: Fp8Module) -> list[tuple[Tensor, list[Gemm]]]:
     """Each of the layer's own weights, with the GEMMs that use it: several for experts."""
     groups: dict[int, tuple[Tensor, list[Gemm]]] = {}
     for gemm, weight in layer.gemms():
@@ -77,15 +80,15 @@ def gemms_by_weight(layer: Layer) -> list[tuple[Tensor, list[Gemm]]]:
     return list(groups.values())
 
 
-def save_values(layer: Layer, saved: dict[str, Any], prefix: str) -> None:
+def save_values(layer: Fp8Module, saved: dict[str, Any], prefix: str) -> None:
     """Replace the layer's frozen FP8 parameters in a ``state_dict`` by their values. Warns once for each model."""
-    parameters = frozen_parameters(cast(nn.Module, layer))
+    parameters = frozen_parameters(layer)
     for name, weight in parameters.items():
         saved[f"{prefix}{name}"] = weight.dequantized()
     model = next(iter(layer.fp8.values())).model
     if what_was_rounded(parameters.values()) is not None and model.notices.is_first("rounding"):
         warnings.warn(
-            f"state_dict: {what_was_rounded(cast(Gemm, gemm).weight for gemm in model.gemms.values())}. It holds the"
+            f"state_dict: {what_was_rounded(gemm.weight for gemm in model.gemms.values())}. It holds the"
             " rounded values, in the dtypes of the masters. Where that is not what you want, save the adapters only,"
             " or convert with `frozen_weights='master'`.",
             stacklevel=2,

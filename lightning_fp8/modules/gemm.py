@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,8 @@ from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.state import ScalingState
 
-
-class Layer(Protocol):
-    """A converted module, as its GEMMs use it; see :class:`lightning_fp8.modules.base.Fp8Module`."""
-
-    fp8: dict[str, Gemm]
-    training: bool
-    weight_is_k_by_n: ClassVar[bool]
-    weights_are_stacked: ClassVar[bool]
-    _parameters: dict[str, nn.Parameter | None]
-
-    @staticmethod
-    def gemm_weights(layer: Any) -> dict[str, Tensor]: ...  # noqa: D102
-
-    def gemm_weight(self, gemm: str) -> Tensor | None: ...  # noqa: D102
-
-    def gemms(self) -> list[tuple[Gemm, Tensor]]: ...  # noqa: D102
-
-    @property
-    def phase(self) -> Phase: ...  # noqa: D102
+if TYPE_CHECKING:
+    from lightning_fp8.modules.base import Fp8Module
 
 
 class _Owner(NamedTuple):
@@ -85,7 +68,7 @@ class Gemm:
         state = {name: value for name, value in self.__dict__.items() if name not in ("slots", "stack_slots")}
         return {**state, "_owner": None}
 
-    def belong_to(self, layer: Layer, name: str) -> None:
+    def belong_to(self, layer: Fp8Module, name: str) -> None:
         """Set the layer that owns the GEMM, and the layer's name for it."""
         weight = layer.gemm_weights(layer)[name]
         parameter = next((key for key, candidate in layer._parameters.items() if candidate is weight), None)
@@ -131,7 +114,7 @@ class Gemm:
         return self.name if self.weight_cast.part is None else self.name.rpartition(".")[0]
 
     @property
-    def layer(self) -> Layer | None:
+    def layer(self) -> Fp8Module | None:
         """The layer that owns the GEMM; None if it no longer exists."""
         return self._owner.layer() if self._owner is not None else None
 
@@ -249,7 +232,7 @@ class Gemm:
         """The first layer that takes in the same tensor; None if that is this one."""
         modules = () if self.shared_input is None else self.shared_input.modules
         owner = next((gemm for gemm in map(self.model.gemms.get, modules) if gemm is not None), self)
-        return None if owner is self else cast(Gemm, owner)
+        return None if owner is self else owner
 
     def sharers_need_columns(self) -> bool:
         """Whether a layer that takes in the same tensor after this one has a weight to train."""
@@ -257,8 +240,8 @@ class Gemm:
         behind = map(self.model.gemms.get, modules[modules.index(self.module) + 1 :])
         return any(
             gemm is not None
-            and (weight := cast(Gemm, gemm).weight) is not None
+            and (weight := gemm.weight) is not None
             and weight.requires_grad
-            and "wgrad" not in cast(Gemm, gemm).precision.in_bf16
+            and "wgrad" not in gemm.precision.in_bf16
             for gemm in behind
         )

@@ -7,32 +7,23 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_fp8.scaling.state import ScalingState
 
 # GEMMs take operands whose rows are a multiple of 16 bytes, and kernels store 16 bytes at once
 ALIGNMENT = 16
 # rows of a tile, which belongs to one group
 GROUP_ROWS = 128
 _handles = itertools.count(1)
-_states: weakref.WeakValueDictionary[int, State] = weakref.WeakValueDictionary()
+_states: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 
 
-class State(Protocol):
-    """What operators use of a model's scaling state; documented in :class:`lightning_fp8.ScalingState`."""
-
-    scale: Tensor
-    amax: Tensor
-    # the model at run time: `handle`, `counts` and `open_cast`
-    model: Any
-
-    def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
-        """Called after each cast of a weight."""
-
-
-def take_handle(state: State, former: int = 0) -> int:
+def take_handle(state: ScalingState, former: int = 0) -> int:
     """Registers the state under a new number, for :func:`state_of`, and drops its ``former`` number."""
     handle = next(_handles)
     _states.pop(former, None)
@@ -40,12 +31,12 @@ def take_handle(state: State, former: int = 0) -> int:
     return handle
 
 
-def live_states() -> list[State]:
+def live_states() -> list[ScalingState]:
     """All states of this process that still exist."""
     return list(_states.values())
 
 
-def state_of(handle: int) -> State | None:
+def state_of(handle: int) -> ScalingState | None:
     """The state with this handle; None if it no longer exists, or the handle is 0."""
     return _states.get(handle)
 
@@ -259,12 +250,12 @@ class WeightSlot(NamedTuple):
 
     index: Tensor  # type: ignore[assignment]
     format: str
-    state: State | None
+    state: ScalingState | None
     record: bool
     current: CurrentScale = CurrentScale()
 
     @property
-    def live_state(self) -> State | None:
+    def live_state(self) -> ScalingState | None:
         """The state: a weight is cast in a forward, whose slots are those of the model as it is."""
         return self.state
 
@@ -288,14 +279,14 @@ class Slot(NamedTuple):
     amax_history: Tensor
     index: Tensor  # type: ignore[assignment]
     format: str
-    state: State | None
+    state: ScalingState | None
     record: bool
     gemm: str = "auto"
     current: CurrentScale = CurrentScale(scale_from=ScaleFrom.HISTORY)
     generation: int = 0
 
     @property
-    def live_state(self) -> State | None:
+    def live_state(self) -> ScalingState | None:
         """The state, as long as its rows are those of the slot: none for a backward that begins before its model gets
         further layers and ends after that, so that nothing is recorded in the rows of others."""
         state = self.state

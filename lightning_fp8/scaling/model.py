@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +16,11 @@ from lightning_fp8.ops.operand import CurrentScale, ScaleFrom, take_handle
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
 from lightning_fp8.scaling.precision import LayerPrecision
-from lightning_fp8.scaling.scales import Scales
 from lightning_fp8.scaling.uneven_inputs import refuse_join
 
-
-class WeightedGemm(Protocol):
-    """A GEMM of a layer, as far as its model has to know it.
-
-    Attributes:
-        module: position of the module in the scaling state.
-    """
-
-    module: int
-
-    def place(self) -> None:
-        """The state, its precisions or its settings have changed."""
-
-    def sources(self) -> list[Tensor]:
-        """The parameters that the weight is, or is computed from."""
-
-    def on_step(self, changed: AbstractSet[int]) -> None:
-        """An optimizer has changed these parameters, given by ``id``."""
+if TYPE_CHECKING:
+    from lightning_fp8.modules.gemm import Gemm
+    from lightning_fp8.scaling.state import ScalingState
 
 
 class Fp8Model:
@@ -59,9 +43,9 @@ class Fp8Model:
         current_rows: rows of the tensors that are on the scales of their own values; None if there are none.
     """
 
-    def __init__(self, state: Scales) -> None:
+    def __init__(self, state: ScalingState) -> None:
         self.state = state
-        self.gemms: weakref.WeakValueDictionary[int, WeightedGemm] = weakref.WeakValueDictionary()
+        self.gemms: weakref.WeakValueDictionary[int, Gemm] = weakref.WeakValueDictionary()
         self.notices = Notices()
         self.counts = CastCounts(len(state.amax), state.device)
         self.before_update: list[Callable[[Tensor], None]] = []
@@ -190,12 +174,12 @@ class Fp8Model:
 
     # The weights
 
-    def join(self, gemm: WeightedGemm) -> None:
+    def join(self, gemm: Gemm) -> None:
         """Add the GEMM of a layer."""
         self.gemms[gemm.module] = gemm
         watch_optimizers_for(self)
 
-    def leave(self, gemm: WeightedGemm) -> None:
+    def leave(self, gemm: Gemm) -> None:
         """Remove the GEMM of a layer that is plain again, or belongs to the state of a larger model."""
         self.gemms.pop(gemm.module, None)
         self._was_left = True

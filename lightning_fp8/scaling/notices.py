@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.runtime.device import is_capturing
-from lightning_fp8.scaling.scales import Scales
+
+if TYPE_CHECKING:
+    from lightning_fp8.scaling.state import ScalingState
 
 # a warning is given after this many steps of one optimizer without an update of the scales
 _STEPS_WITHOUT_UPDATE = 3
@@ -24,7 +27,7 @@ class Notices:
         self._steps: dict[int, int] = {}
         self._nonfinite = _Nonfinite()
 
-    def on_step_without_update(self, state: Scales, optimizer: int) -> None:
+    def on_step_without_update(self, state: ScalingState, optimizer: int) -> None:
         """An optimizer, by its ``id``, has changed weights, and amaxes have been recorded since the last update."""
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if self._steps[optimizer] >= _STEPS_WITHOUT_UPDATE:
@@ -46,22 +49,22 @@ class Notices:
                 " histories."
             )
 
-    def on_update(self, state: Scales) -> None:
+    def on_update(self, state: ScalingState) -> None:
         """The scales have been updated."""
         self._steps.clear()
         self._report_nonfinite(state)
 
-    def on_end(self, state: Scales) -> None:
+    def on_end(self, state: ScalingState) -> None:
         """A run has ended. Waits for the device."""
         self._nonfinite.wait()
         self._report_nonfinite(state)
 
-    def on_load(self, state: Scales) -> None:
+    def on_load(self, state: ScalingState) -> None:
         """The state has been loaded or copied: non-finite values counted before belong to another run."""
         # on a CPU, `.cpu()` would return the counters themselves, not a copy
         self._nonfinite = _Nonfinite(state.nonfinite_steps.to("cpu", copy=True))
 
-    def _report_nonfinite(self, state: Scales) -> None:
+    def _report_nonfinite(self, state: ScalingState) -> None:
         event = self._nonfinite.look(state)
         if event is None:
             return
@@ -99,7 +102,7 @@ class _Nonfinite:
         self._at = self._clean = 0
         self._found = False
 
-    def look(self, state: Scales) -> tuple[list[int], str] | None:
+    def look(self, state: ScalingState) -> tuple[list[int], str] | None:
         """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
         is_on_cpu = state.device.type == "cpu"
         if self._found or (not is_on_cpu and is_capturing(state.amax.is_cuda)):
@@ -127,7 +130,7 @@ class _Nonfinite:
         rows: list[int] = (self._copy > before).nonzero().flatten().tolist()
         return rows
 
-    def _fetch(self, state: Scales) -> None:
+    def _fetch(self, state: ScalingState) -> None:
         if self._copy is None:
             self._copy = torch.empty_like(state.nonfinite_steps, device="cpu", pin_memory=state.device.type == "cuda")
         self._copy.copy_(state.nonfinite_steps, non_blocking=True)

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-
-class Stepped(Protocol):
-    """A model whose weights optimizers change."""
-
-    def sources(self) -> Iterator[Tensor]:
-        """All parameters that its GEMMs' weights are, or are computed from."""
-
-    def on_step_ends(self, optimizer: int, weights: AbstractSet[int]) -> None:
-        """An optimizer has changed these weights, all given by ``id``."""
+if TYPE_CHECKING:
+    from lightning_fp8.scaling.model import Fp8Model
 
 
 # how many steps all optimizers together have made: some write through `.data`, which leaves no other trace
 count = 0
-_models: weakref.WeakSet[Stepped] = weakref.WeakSet()
+_models: weakref.WeakSet[Fp8Model] = weakref.WeakSet()
 _joined = 0
 # for each optimizer: how many layers had joined, and how many parameters it had, at the last look-up; the models whose
 # weights it changes, and the ids of these weights
-_Changed = list[tuple[weakref.ref[Stepped], set[int]]]
+_Changed = list[tuple[weakref.ref[Fp8Model], set[int]]]
 _changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], _Changed]] = weakref.WeakKeyDictionary()
 
 
@@ -39,7 +29,7 @@ def count_step() -> None:
     count += 1
 
 
-def watch_optimizers_for(model: Stepped) -> None:
+def watch_optimizers_for(model: Fp8Model) -> None:
     """A layer has joined this model."""
     global _joined
     _models.add(model)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_fp8.scaling.precision import BF16, Choice
-from lightning_fp8.scaling.scales import Scales
+
+if TYPE_CHECKING:
+    from lightning_fp8.scaling.state import ScalingState
 
 # the fields of every entry, and those of recipes with histories
 _ALWAYS = {"nonfinite_steps", "in_fp8"}
@@ -29,7 +31,7 @@ REMEDY = (
 )
 
 
-def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
+def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     """See :meth:`ScalingState.state_dict`."""
     columns = state.amax_history.detach().t().to("cpu", copy=True).contiguous()
     nonfinite = state.nonfinite_steps.detach().to("cpu", copy=True)
@@ -44,7 +46,7 @@ def to_entries(state: Scales) -> dict[str, dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
+def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
     """See :meth:`ScalingState.load_state_dict`; changes nothing if it raises. Returns the entries of other layers."""
     entries = _checked(entries)
     names = state.names[: state.delayed]
@@ -63,7 +65,7 @@ def from_entries(state: Scales, entries: Mapping[str, Mapping[str, Tensor]]) -> 
     return {name: entries[name] for name in only_there}
 
 
-def load_rows(state: Scales, entries: Mapping[int, Mapping[str, Tensor]]) -> None:
+def load_rows(state: ScalingState, entries: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Load checked entries, by row; an empty one empties the row. Scales are not computed anew."""
     # a layer was moved as its input's entry says
     moves = {row: _move(entry) for row, entry in entries.items() if entry and row < len(state.module_names)}
