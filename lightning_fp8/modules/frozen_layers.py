@@ -65,7 +65,7 @@ def free_masters(layer: Fp8Module) -> None:
         fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
         parameter = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.blocks) if fp8_only else None
         if parameter is not None:
-            replace_weight(cast(nn.Module, layer), gemms, weight, parameter)
+            replace_weight(layer, gemms, weight, parameter)
     for gemm, weight in layer.gemms():
         if is_frozen(weight) and weight.is_fp8:
             # compiled code does not store it in the state

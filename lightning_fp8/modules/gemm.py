@@ -159,7 +159,7 @@ class Gemm:
         if layer is None or owner is None:
             return []
         is_held, weight_cast = owner.parameter in layer._parameters, self.weight_cast
-        parameters = [layer._parameters[owner.parameter]] if is_held else [*cast(nn.Module, layer).parameters()]
+        parameters = [layer._parameters[owner.parameter]] if is_held else [*layer.parameters()]
         if any(map(is_sharded, parameters)):
             weight_cast.sharded = parameters
         sources = weight_cast.sharded or parameters

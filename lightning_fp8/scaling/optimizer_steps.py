@@ -19,7 +19,7 @@ _models: weakref.WeakSet[Fp8Model] = weakref.WeakSet()
 _joined = 0
 # for each optimizer: how many layers had joined, and how many parameters it had, at the last look-up; the models whose
 # weights it changes, and the ids of these weights
-_Changed = list[tuple[weakref.ref[Fp8Model], set[int]]]
+_Changed = list[tuple["weakref.ref[Fp8Model]", set[int]]]
 _changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], _Changed]] = weakref.WeakKeyDictionary()
 
 
