@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import (
-    Bf16MixedPrecision,
     BlockScaling,
     DelayedScaling,
     MXScaling,
@@ -108,17 +107,6 @@ def test_a_program_is_not_traced_with_a_cast_that_is_kept() -> None:
             weight.mul_(2)
         for program in (first, second):
             assert torch.equal(program(x), model(x))
-
-
-def test_a_program_is_not_traced_with_a_copy_that_is_kept() -> None:
-    model, x = Bf16MixedPrecision(weight_copy=True).convert_module(MODELS["mlp"]()), torch.randn(2, 5, 32)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        model(x).sum().backward()
-        program = torch.jit.trace(model, (x,))
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(2)
-        assert torch.equal(program(x), model(x))
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -19,7 +19,6 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state, unconvert
-from lightning_fp8.modules.weight_copy import keep_copies
 
 MESSAGE = r"lightning_fp8: FP8 layers run neither in forward-mode .* `lightning_fp8\.unconvert\(model\)`.*`ignore_modu"
 
@@ -173,14 +172,3 @@ def test_a_batch_of_gradients_of_products_in_bf16() -> None:
         expected = torch.autograd.grad(plain(x), [*plain.parameters()], rows, is_grads_batched=True)
         for one, other in zip(found, expected, strict=True):
             assert (one - other).norm() < 0.09 * other.norm()
-
-
-def test_transforms_of_layers_with_copies_in_bf16() -> None:
-    plain, x = nn.Linear(32, 16), torch.randn(8, 32)
-    copied = copy.deepcopy(plain)
-    keep_copies(copied, set())
-    with torch.autocast("cpu", torch.bfloat16):
-        copied(x)
-        for name in ("grad", "grad of the parameters", "grad of each sample", "jacrev"):
-            torch.testing.assert_close(DERIVATIVES[name](copied, x), DERIVATIVES[name](plain, x))
-        torch.testing.assert_close(vmap(copied)(x[:, None]), vmap(plain)(x[:, None]))
