@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fp8.conversion.linear_layers import inherits_forward, is_named_linear, reason_against_linear
+from lightning_fp8.conversion.linear_layers import is_named_linear, linear_base, reason_against_linear
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
 from lightning_fp8.modules.attention import Fp8MultiheadAttention
 from lightning_fp8.modules.base import Fp8Module, fp8_class
@@ -127,7 +127,7 @@ def fp8_class_for(layer: nn.Module) -> type[Fp8Module]:
     kind = plain_class(layer)
     if is_experts(layer):
         return fp8_class(experts_class(layer), kind)
-    return _classes().get(kind) or linear_class(kind, is_probed=not inherits_forward(kind))
+    return _classes().get(kind) or linear_class(kind)
 
 
 def reason_against(layer: nn.Module, is_output: bool) -> str | None:
@@ -165,9 +165,9 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
 
 
 def _has_computed_weight(layer: nn.Module) -> bool:
-    """Whether parametrizations compute the weight, and nothing else, of a layer with the ``forward`` of nn.Linear."""
+    """Whether parametrizations compute the weight, and nothing else, of a linear layer."""
     kind, parametrized = own_class(layer), cast(nn.ModuleDict, layer.parametrizations)
-    is_linear = issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward
+    is_linear = issubclass(kind, nn.Linear) and linear_base(kind) is not None
     # an attention reads the weight of its own projection by itself
     return is_linear and kind is not NonDynamicallyQuantizableLinear and [*parametrized] == ["weight"]
 

@@ -46,9 +46,10 @@ def convert(
 
     It converts ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, Hugging Face's ``Conv1D``, and the
     experts of transformers 5, each expert with its own scales. Routers stay as they are. Other linear layers are
-    converted if they inherit ``forward`` from ``nn.Linear`` or from a class of :func:`register_linear`, or if a probe
-    finds that theirs computes the same; :func:`describe` says how, or names the difference. Layers stay as they are
-    whose weight or bias is of a class with operators of its own, such as those that torchao or bitsandbytes quantize.
+    converted if they have the ``forward`` of ``nn.Linear``, of a class of :func:`register_linear`, or a known one, such
+    as those of Falcon, timm, torch_geometric and OpenFold; :func:`describe` says which, or why not. Layers stay as
+    they are whose weight or bias is of a class with operators of its own, such as those that torchao or bitsandbytes
+    quantize.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
     converted model again converts the layers that have been added since; the others keep their histories.
 

@@ -1,4 +1,4 @@
-"""Which layers are linear layers: by the ``forward`` that they inherit, by registration, or as a probe finds."""
+"""Which layers are linear layers: those that have the ``forward`` of nn.Linear, of a registered or of a known class."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.conversion.linear_probe import difference_from_linear
+from lightning_fp8.conversion.known_linear import known_linear
 from lightning_fp8.modules.class_swap import own_class
 
 KindT = TypeVar("KindT", bound=type[nn.Module])
 _registered: list[type[nn.Module]] = [nn.Linear]
-# parts of the names of classes that are probed, in lower case
+# parts of the names of classes that `describe` shows, in lower case
 _NAMES = ("linear", "dense")
 
 
 def register_linear(kind: KindT) -> KindT:
-    """Declare that a class computes ``F.linear(x, weight, bias)``: its layers run in FP8 without a probe.
+    """Declare that a class computes ``F.linear(x, weight, bias)``: its layers run in FP8.
 
-    It is for classes that compute this but that :func:`lightning_fp8.describe` shows as not converted, such as one that
-    calls a kernel of a GPU. So are subclasses that do not override its ``forward``. Also a class decorator.
+    It is for classes with a ``forward`` of their own that :func:`lightning_fp8.describe` shows as not converted. It
+    also holds for subclasses that do not override this ``forward``. Can be used as a class decorator.
 
     Args:
         kind: its layers have ``weight`` ``[N, K]`` and ``bias`` ``[N]`` or None; in FP8 its ``forward`` is not called.
@@ -41,15 +41,19 @@ def register_linear(kind: KindT) -> KindT:
     return kind
 
 
-def inherits_forward(kind: type[nn.Module]) -> bool:
-    """Whether a class has the ``forward`` of ``nn.Linear`` or of a registered class."""
-    return any(issubclass(kind, base) and kind.forward is base.forward for base in _registered)
+def linear_base(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class whose ``forward`` a class has, if it is nn.Linear, registered or known; None for any other."""
+    known = (base for base in kind.__mro__ if issubclass(base, nn.Module) and known_linear(base) is not None)
+    bases = (base for base in (*_registered, *known) if issubclass(kind, base) and kind.forward is base.forward)
+    return next(bases, None)
 
 
 def is_named_linear(layer: nn.Module) -> bool:
-    """Whether it may be a linear layer of another library, or in a ``torch.jit.ScriptModule``: by name and matrix."""
-    name = getattr(layer, "original_name", own_class(layer).__name__).lower()
-    if not isinstance(layer, tuple(_registered)) and not any(part in name for part in _NAMES):
+    """Whether it may be a linear layer of another library, or in a ``torch.jit.ScriptModule``: by class and matrix."""
+    kind = own_class(layer)
+    name = getattr(layer, "original_name", kind.__name__).lower()
+    is_linear = isinstance(layer, tuple(_registered)) or linear_base(kind) is not None
+    if not is_linear and not any(part in name for part in _NAMES):
         return False
     weight = dict(layer.named_parameters(recurse=False)).get("weight")
     return weight is not None and (is_lazy(weight) or weight.dim() == 2)
@@ -57,12 +61,14 @@ def is_named_linear(layer: nn.Module) -> bool:
 
 def how_recognised(kind: type[nn.Module]) -> str | None:
     """How layers of this class are known to be linear; None for ``nn.Linear`` itself."""
-    for base in _registered:
-        if issubclass(kind, base) and kind.forward is base.forward:
-            inherited = f"with the `forward` of {'nn.Linear' if base is nn.Linear else base.__name__}"
-            by = inherited if base is nn.Linear else f"{inherited}, by `register_linear`"
-            return None if kind is nn.Linear else by
-    return "its `forward` computes F.linear, by a probe"
+    base = linear_base(kind)
+    if base is None or kind is nn.Linear:
+        return None
+    if base is nn.Linear:
+        return "with the `forward` of nn.Linear"
+    if base in _registered:
+        return f"with the `forward` of {base.__name__}, by `register_linear`"
+    return f"with the known `forward` of {base.__module__}.{base.__qualname__}"
 
 
 def reason_against_linear(layer: nn.Module) -> str | None:
@@ -77,7 +83,14 @@ def reason_against_linear(layer: nn.Module) -> str | None:
         return f"{named}, which has a `__call__` of its own"
     if isinstance(getattr(kind, "weight", None), property):
         return f"{named}, whose `weight` is a property"
-    if inherits_forward(kind):
-        return None
-    difference = difference_from_linear(layer)
-    return difference and f"{named}, whose `forward` is not that of a linear layer: {difference}"
+    base = linear_base(kind)
+    if base is None:
+        return (
+            f"{named}, whose `forward` is not known to be linear: if it computes F.linear(x, weight, bias), call"
+            f" `lightning_fp8.register_linear({kind.__name__})`"
+        )
+    known = None if base in _registered else known_linear(base)
+    for name, value in known.settings.items() if known else ():
+        if getattr(layer, name) != value:
+            return f"{named}, which computes F.linear only if its `{name}` is {value!r}, not {getattr(layer, name)!r}"
+    return None

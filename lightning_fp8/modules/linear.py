@@ -13,10 +13,6 @@ from lightning_fp8.modules.base import Fp8Module, fp8_class
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
 from lightning_fp8.modules.tensor_parallel import parallel_linear
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
-from lightning_fp8.runtime.warn_once import warn_once
-
-# what an attribute is that a `forward` may depend on
-SETTINGS = (bool, int, float, str, type(None), torch.dtype)
 
 
 class LinearForward(Fp8Module):
@@ -67,29 +63,11 @@ class Fp8Linear(LinearForward, nn.Linear):
     """
 
 
-class ProbedLinear(LinearForward):
-    """A layer with a ``forward`` of its own, which a probe has found to compute the same.
-
-    The probe has seen the settings that the layer had then, so a later change of one is said.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        former = self.__dict__.get(name, value)
-        super().__setattr__(name, value)
-        is_setting = isinstance(former, SETTINGS) and name != "training"
-        if is_setting and not (isinstance(value, SETTINGS) and value == former):
-            warn_once(
-                f"{self.plain_class.__name__} {self.fp8[''].name!r}: `{name}` was {former!r} when the layer was found"
-                f" to compute F.linear(x, weight, bias), and is {value!r} now. In FP8 it still computes F.linear. Call"
-                " `unconvert(model)` and `convert(model)` to have it probed again."
-            )
-
-
-def linear_class(plain: type[nn.Module], is_probed: bool) -> type[LinearForward]:
+def linear_class(plain: type[nn.Module]) -> type[LinearForward]:
     """The FP8 class for linear layers of this class."""
     if plain is nn.Linear:
         return Fp8Linear
-    kind = cast(type[LinearForward], fp8_class(ProbedLinear if is_probed else LinearForward, plain))
+    kind = cast(type[LinearForward], fp8_class(LinearForward, plain))
     names = [*inspect.signature(plain.forward).parameters]
     kind.argument_name = names[1] if names[1:] else LinearForward.argument_name
     return kind

@@ -213,12 +213,12 @@ def test_convolutions_and_other_kinds_of_linear_layers_are_named(caplog: pytest.
     model["head"], total = nn.Linear(16, 1), 3 * 9 * 256 + 3 * 272 + 17
     assert said_by_the_plugin(model, caplog) == (
         f"fp8-delayed: 1 of 4 linear layers run in FP8 (min_features=16), with {272 / total:.0%} of the parameters; not"
-        f" in FP8: 3 convolutions ({6912 / total:.0%}); own (4%, a Own, whose `forward` is not that of a linear layer);"
-        " foreign (4%, a Linear, whose `forward` is not that of a linear layer); head (under 1%, fewer than 16"
+        f" in FP8: 3 convolutions ({6912 / total:.0%}); own (4%, a Own, whose `forward` is not known to be linear);"
+        " foreign (4%, a Linear, whose `forward` is not known to be linear); head (under 1%, fewer than 16"
         " features)."
     )
     rows = {row.path: row.reason for row in describe(model)}
-    assert rows["foreign"].endswith("it does not take exactly one argument")
+    assert rows["own"].endswith("call `lightning_fp8.register_linear(Own)`")
 
 
 def test_what_is_converted_is_said_once_for_a_model_and_its_settings(

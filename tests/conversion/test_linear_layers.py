@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from lightning_fp8 import convert, describe, register_linear, scaling_state, unconvert
 from lightning_fp8.conversion import linear_layers
@@ -37,31 +38,7 @@ class Initialised(nn.Linear):
         return f"init={self.init}"
 
 
-class WithPrecision(nn.Linear):
-    """The interface of OpenFold's."""
-
-    def __init__(self, inputs: int, outputs: int, precision: torch.dtype | None = None) -> None:
-        super().__init__(inputs, outputs)
-        self.precision = precision
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.precision is None:
-            weight = self.weight.to(input.dtype) if input.dtype == torch.bfloat16 else self.weight
-            bias = self.bias.to(input.dtype) if input.dtype == torch.bfloat16 else self.bias
-            return F.linear(input, weight, bias)
-        with torch.autocast("cpu", enabled=False):
-            to = self.precision
-            return F.linear(input.to(to), self.weight.to(to), self.bias.to(to)).to(input.dtype)
-
-
-class AddsBias(nn.Linear):
-    """Falcon's."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        product = input @ self.weight.T
-        return product if self.bias is None else product + self.bias
-
-
+@register_linear
 class OfGraphs(nn.Module):
     """The interface of torch_geometric's `Linear`."""
 
@@ -100,8 +77,11 @@ class Abstract(nn.Linear, ABC):
     pass
 
 
-KINDS: list[Callable[[int, int], nn.Module]] = [Initialised, WithPrecision, AddsBias, OfGraphs, Reduced, Abstract]
-BY_PROBE = (WithPrecision, AddsBias, OfGraphs)
+KINDS: list[Callable[[int, int], nn.Module]] = [Initialised, FalconLinear, OfGraphs, Reduced, Abstract]
+HOW = {
+    OfGraphs: "with the `forward` of Linear, by `register_linear`",
+    FalconLinear: "with the known `forward` of transformers.models.falcon.modeling_falcon.FalconLinear",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +102,7 @@ def test_it_computes_what_nn_linear_computes_in_fp8(kind: Any, autocast: bool) -
             y = one(x)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, one.weight, one.bias))))
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*results, strict=True))
-    how = "its `forward` computes F.linear, by a probe" if kind in BY_PROBE else "with the `forward` of nn.Linear"
+    how = HOW.get(kind, "with the `forward` of nn.Linear")
     assert [row.reason for row in describe(layer)] == [f"converted, 32 -> 48; {how}"]
     assert type(unconvert(layer)) is kind
     assert repr(layer) == representation
@@ -160,7 +140,7 @@ def test_the_class_of_the_user_does_not_see_that_it_is_subclassed() -> None:
 
 
 def test_compiled_it_computes_the_same() -> None:
-    model, x = convert(nn.Sequential(AddsBias(16, 32), nn.GELU(), Initialised(32, 16))), torch.randn(4, 16)
+    model, x = convert(nn.Sequential(FalconLinear(16, 32), nn.GELU(), Initialised(32, 16))), torch.randn(4, 16)
     model(x).sum().backward()
     scaling_state(model).update()
     expected = model.eval()(x)
@@ -169,7 +149,7 @@ def test_compiled_it_computes_the_same() -> None:
 
 
 def test_blocks_of_such_layers_are_fused_as_those_of_nn_linear() -> None:
-    model = convert(nn.Sequential(AddsBias(16, 32), nn.GELU(), Initialised(32, 16)))
+    model = convert(nn.Sequential(FalconLinear(16, 32), nn.GELU(), Initialised(32, 16)))
     assert reason_against_fusing(FeedForward((model[0],), model[1], model[2])) is None
     plain, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), torch.randn(4, 16)
     plain.load_state_dict(model.state_dict())
@@ -178,32 +158,21 @@ def test_blocks_of_such_layers_are_fused_as_those_of_nn_linear() -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_fully_shard_keeps_both_classes() -> None:
-    layer, x = convert(nn.Sequential(AddsBias(16, 16))), torch.randn(4, 16)
+    layer, x = convert(nn.Sequential(FalconLinear(16, 16))), torch.randn(4, 16)
     expected = layer(x)
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(layer[0], mesh=mesh)
     fully_shard(layer, mesh=mesh)
-    assert isinstance(layer[0], AddsBias)
+    assert isinstance(layer[0], FalconLinear)
     assert torch.equal(layer(x), expected)
     unconvert(layer)
-    assert isinstance(layer[0], AddsBias)
-    assert "AddsBias" in type(layer[0]).__name__
+    assert isinstance(layer[0], FalconLinear)
+    assert "FalconLinear" in type(layer[0]).__name__
     convert(layer)
     assert torch.equal(layer(x), expected)
 
 
-def test_a_setting_that_changes_after_the_probe_is_said() -> None:
-    model = convert(nn.Sequential(WithPrecision(16, 16)))
-    model.eval().train()
-    with pytest.warns(UserWarning, match=r"WithPrecision '0': `precision` was None .* and is torch.float32 now"):
-        model[0].precision = torch.float32
-    unconvert(model)
-    model.append(nn.Linear(16, 16))
-    convert(model)
-    assert type(model[0]) is WithPrecision
-
-
-def test_registered_classes_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_classes_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_layers, "_registered", [nn.Linear])
 
     class Projection(nn.Module):
@@ -231,7 +200,7 @@ def test_registered_classes_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> N
     plain.load_state_dict(model[1].state_dict())
     assert torch.equal(model[1](x), plain(x))
     model.append(Other())
-    assert "whose `forward` is not that of a linear layer" in describe(model)[3].reason
+    assert "call `lightning_fp8.register_linear(Other)`" in describe(model)[3].reason
     with pytest.raises(TypeError, match=r"takes a subclass of nn.Module, got Linear"):
         register_linear(nn.Linear(1, 1))  # type: ignore[type-var]
 
@@ -267,7 +236,7 @@ def test_classes_that_a_conversion_by_class_could_change_are_named() -> None:
     assert "which is not converted" in reasons[1]
 
 
-@pytest.mark.parametrize("kind", [Initialised, WithPrecision, AddsBias, OfGraphs])
+@pytest.mark.parametrize("kind", [Initialised, FalconLinear, OfGraphs])
 def test_losses_are_those_of_bf16(kind: Any) -> None:
     losses = []
     for in_fp8 in (False, True):

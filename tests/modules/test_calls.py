@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+    convert,
+    register_linear,
+    scaling_state,
+)
 from lightning_fp8.scaling.recipe import Recipe
 
 WIDTH = 32
@@ -23,6 +31,7 @@ class Inherits(nn.Linear):
     pass
 
 
+@register_linear
 class Named(nn.Linear):
     """Its argument has a name of its own."""
 
@@ -53,7 +62,7 @@ def stacked() -> nn.Module:
 NAMED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "linear": (lambda: nn.Linear(WIDTH, WIDTH), "input"),
     "inherited": (lambda: Inherits(WIDTH, WIDTH), "input"),
-    "probed": (lambda: Named(WIDTH, WIDTH), "hidden"),
+    "registered": (lambda: Named(WIDTH, WIDTH), "hidden"),
     "Conv1D": (conv1d, "x"),
     "sequential": (lambda: feed_forward_blocks.sequential(nn.GELU()), "input"),
     "Llama": (feed_forward_blocks.llama, "x"),
