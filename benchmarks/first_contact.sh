@@ -10,7 +10,7 @@
 #   4  more GPU tests, small sizes, a memory check, profiles
 #
 # What is worth most comes first. A stage can be run again, also on another machine: it needs nothing of the others,
-# except that `gemm="auto"` in the layers of stages 2 and 3 goes by the table that stage 2 measures first.
+# except that the choice of GEMMs in the layers of stages 2 and 3 goes by the table that stage 2 measures first.
 #
 # Every step has a time limit, and the next step runs even if one fails or hangs. Results are written as they come, to
 # four files: stageN.log, all output; stageN-summary.tsv, a line for each step; stageN.jsonl, the rows of benchmarks;

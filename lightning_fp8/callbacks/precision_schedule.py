@@ -23,8 +23,8 @@ class PrecisionSchedule(Callback):
     that the run plans, rounded down to a step. From there on the value holds, up to the next key:
 
     - ``"bf16"``: all products are in bf16, as after :func:`lightning_fp8.fall_back`.
-    - ``"fp8"``, or the string of the run's recipe: as converted. Products that the recipe, ``overrides`` or
-      ``bf16_blocks`` have in bf16 are in bf16 under every value.
+    - ``"fp8"``, or the string of the run's recipe: as converted. Products that the recipe or
+      ``overrides`` have in bf16 are in bf16 under every value.
     - ``{"fprop": "bf16"}``: these products are in bf16, the others as converted.
     - ``"fp8-current"``, in a run with histories: inputs and gradients are scaled by their own values, together with
       those of layers that take the same input.

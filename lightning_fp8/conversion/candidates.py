@@ -52,7 +52,7 @@ class PlannedLayer(NamedTuple):
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
         is_too_small: whether the reason is ``min_features``.
-        in_adapter: whether it belongs to an adapter of PEFT, converted or not.
+        in_adapter: whether it belongs to an adapter of PEFT.
         in_bf16: its products that do not run in FP8 even if it is converted.
     """
 
@@ -92,8 +92,8 @@ def planned_layers(
             reason: str | None = "matches `ignore_modules`"
         elif in_bf16 == PRODUCTS:
             reason = f"all three products in bf16 by {source}"
-        elif in_adapter and not config.adapters:
-            reason = "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
+        elif in_adapter:
+            reason = "belongs to an adapter of PEFT, which stays as it is"
         elif layer in routers:
             reason = "a router: rounded to FP8, its outputs would choose other experts"
         else:

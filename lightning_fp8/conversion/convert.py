@@ -35,12 +35,9 @@ def convert(
     module: ModuleT,
     recipe: Recipe | None = None,
     ignore_modules: Sequence[str] = (),
-    gemm: str | None = None,
     min_features: int | None = None,
-    adapters: bool | None = None,
     frozen_weights: FrozenWeights | None = None,
     overrides: Overrides | None = None,
-    bf16_blocks: tuple[int, int] | None = None,
 ) -> ModuleT:
     """Convert a model's linear and attention layers to FP8 in place: the objects stay the same, their classes change.
 
@@ -49,7 +46,7 @@ def convert(
     converted if they have the ``forward`` of ``nn.Linear``, of a class of :func:`register_linear`, or a known one, such
     as those of Falcon, timm, torch_geometric and OpenFold; :func:`describe` says which, or why not. Layers stay as
     they are whose weight or bias is of a class with operators of its own, such as those that torchao or bitsandbytes
-    quantize.
+    quantize, and the small matrices of PEFT's adapters; the layers that these adapt are converted.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
     converted model again converts the layers that have been added since; the others keep their histories.
 
@@ -62,13 +59,8 @@ def convert(
         recipe: how scales are computed. Default ``DelayedScaling()``, or for a converted model its current recipe.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, stay (or
             become again) plain.
-        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, whichever is faster there, measured when a product
-            first runs; ``"rawkernel"``, the kernels of this package; ``"cublaslt"``, those of ``torch._scaled_mm``.
-            Default ``"auto"``, or for a converted model its current setting.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
             0 converts all layers. Default 16, or for a converted model its current setting.
-        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too; the
-            layers that they adapt always do. Default False, or for a converted model its current setting.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
             layers and frees their masters: one byte per parameter, or two on a GPU where gradients pass through to the
             input. Outputs and gradients stay bit-identical; with ``BlockScaling`` not those of an attention whose
@@ -80,17 +72,14 @@ def convert(
             "*.down": {"wgrad": "bf16"}}``. A pattern also applies inside the modules that it matches; later ones win,
             product by product. A layer without a product in FP8 stays (or becomes again) plain. Default: none, or for a
             converted model its current precisions.
-        bf16_blocks: how many of the first and of the last blocks stay in bf16, in the longest ``nn.ModuleList`` that is
-            not inside another. It applies before ``overrides``; passing either argument replaces both settings.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: if nothing is left to convert, a pattern matches no module, a converted model has another recipe,
-            ``gemm``, ``min_features``, ``frozen_weights``, ``overrides`` or ``bf16_blocks`` has an invalid value,
-            there is no single longest ``nn.ModuleList`` or it has fewer blocks, or a weight that is gathered in FP8
-            would be multiplied in bf16.
+            ``min_features``, ``frozen_weights`` or ``overrides`` has an invalid value, or a weight that is gathered in
+            FP8 would be multiplied in bf16.
         TypeError: if a layer to convert has parameters that are not fp32, bf16 or fp16.
 
     >>> model = convert(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), ignore_modules=("2",))
@@ -102,12 +91,9 @@ def convert(
             module,
             ignore_modules,
             recipe=recipe,
-            gemm=gemm,
             min_features=min_features,
-            adapters=adapters,
             frozen_weights=frozen_weights,
             overrides=overrides,
-            bf16_blocks=bf16_blocks,
         )
     )
     return module
@@ -132,7 +118,7 @@ def carry_out_for_run(plan: ConversionPlan) -> ScalingState:
     """Convert a model at the start of a run.
 
     If the user or an earlier run has converted it, its layers stay as they are, unless the run selects layers.
-    The GEMM backend and ``frozen_weights`` are always those of the plan.
+    ``frozen_weights`` is always that of the plan.
     """
     if plan.selects or not plan.converted:
         return carry_out(plan)
@@ -186,9 +172,7 @@ def describe(
     module: nn.Module,
     ignore_modules: Sequence[str] = (),
     min_features: int | None = None,
-    adapters: bool | None = None,
     overrides: Overrides | None = None,
-    bf16_blocks: tuple[int, int] | None = None,
     recipe: Recipe | None = None,
 ) -> list[Candidate]:
     """A row for each layer that could run in FP8: whether it does, and why. ``print(*describe(model), sep="\\n")``.
@@ -207,9 +191,7 @@ def describe(
         ignore_modules,
         recipe=recipe,
         min_features=min_features,
-        adapters=adapters,
         overrides=overrides,
-        bf16_blocks=bf16_blocks,
     ).rows()
 
 

@@ -25,7 +25,7 @@ def coverage(plan: ConversionPlan) -> str:
     Each parameter counts once, even if tied. What does not are the layers that :func:`lightning_fp8.describe` lists as
     not converted, by reason, and convolutions and other parameters that hold at least 1% of the model's. Paths that
     differ only in numbers are combined, with ``*`` for the number. Embeddings are excluded: they are looked up, not
-    multiplied. PEFT adapters that stay out of FP8 are counted separately.
+    multiplied. The adapters of PEFT are counted separately.
 
     Raises:
         ValueError: if the model is not converted.
@@ -38,8 +38,7 @@ def coverage(plan: ConversionPlan) -> str:
     """
     if not plan.converted:
         raise ValueError("The model has no FP8 layers: call `lightning_fp8.convert` on it first.")
-    with_adapters = plan.config.adapters
-    layers = [spec for spec in plan.layers if isinstance(spec.layer, Fp8Module) or with_adapters or not spec.in_adapter]
+    layers = [spec for spec in plan.layers if isinstance(spec.layer, Fp8Module) or not spec.in_adapter]
     adapters, whole = len(plan.layers) - len(layers), max(1, plan.size)
     in_fp8 = {spec.layer for spec in layers if isinstance(spec.layer, Fp8Module) and spec.layer.in_fp8}
     limit = plan.config.min_features if any(spec.is_too_small for spec in layers) else 0
@@ -63,7 +62,7 @@ def coverage(plan: ConversionPlan) -> str:
         f"{len(in_fp8)} of {len(layers)} linear layers run in FP8"
         + (f" (min_features={limit})" if limit else "")
         + f", with {converted / whole:.0%} of the parameters"
-        + (f"; {adapters} layers of adapters do not (`adapters=True` converts them)" if adapters else "")
+        + (f"; {adapters} layers of adapters do not" if adapters else "")
         + (f"; not in FP8: {named}" if named else "")
     )
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.fp8_parameter import is_frozen
-from lightning_fp8.modules.frozen_layers import free_masters, gemms_by_weight, replace_weight, what_was_rounded
+from lightning_fp8.modules.fp8_parameter import is_frozen, is_held
+from lightning_fp8.modules.frozen_layers import free_masters, gemms_by_weight, give_master, what_was_rounded
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.precision import Choice
@@ -28,8 +28,6 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
     for layer in layers:
         for gemm, weight in layer.gemms():
             gemm.weight_cast.fp8_only = _reason_against(gemm, weight, uses) is None
-            if is_frozen(weight) and not weight.is_fp8:
-                weight.content.take(weight.dequantized(), rounds=True)
         free_masters(layer)
     if not any(gemm.weight_cast.fp8_only for layer in layers for gemm in layer.fp8.values()):
         warn_once(
@@ -58,8 +56,7 @@ def restore_masters(layers: Iterable[Fp8Module]) -> None:
             for gemm in gemms:
                 gemm.weight_cast.fp8_only = False
             if is_frozen(weight):
-                plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
-                replace_weight(layer, gemms, weight, plain)
+                give_master(layer, gemms, weight)
 
 
 def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
@@ -73,14 +70,12 @@ def notes_on_weights(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _note(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str:
-    if is_frozen(weight):
-        if not weight.is_fp8:
-            return "weight changed in place, in FP8 only after `convert`"
+    if is_held(weight):
         return f"weight in FP8 only{'' if weight.content.has_both_orders else ', dgrad in bf16 with its values'}"
     reason = _reason_against(gemm, weight, uses)
     if reason is None and weight.is_meta:
         return "weight in FP8 only once it is loaded"
-    return f"weight keeps its master: it {reason or 'is new or not finite, so call `convert` again'}"
+    return f"weight keeps its master: it {reason or 'is new, written or not finite, so call `convert` again'}"
 
 
 def _reason_against(gemm: Gemm, weight: Tensor, uses: Counter[int]) -> str | None:

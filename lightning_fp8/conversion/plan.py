@@ -19,7 +19,7 @@ from lightning_fp8.conversion.candidates import (
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
 from lightning_fp8.conversion.one_state import state_of
 from lightning_fp8.conversion.rows import Candidate, elements_of, large_parameters, row_of
-from lightning_fp8.conversion.settings import checked_settings, products_in_bf16, resolved_overrides
+from lightning_fp8.conversion.settings import checked_settings, products_in_bf16
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
@@ -55,7 +55,7 @@ class ConversionPlan:
     @property
     def selects(self) -> bool:
         """Whether this call asks for layers, or for the precisions of their products."""
-        choices = {"min_features", "adapters", "overrides", "bf16_blocks"}
+        choices = {"min_features", "overrides"}
         return bool(self.ignore_modules) or not choices.isdisjoint(self.settings)
 
     @property
@@ -168,17 +168,16 @@ def conversion_plan(
     ignore_modules = as_patterns(ignore_modules, "ignore_modules")
     modules = tuple(named_modules(module))
     fp8_layer = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
-    new = {name: value for name, value in settings.items() if name not in ("overrides", "bf16_blocks")}
-    overrides = resolved_overrides(modules, settings)
-    if overrides is not None:
-        new["overrides"] = overrides
+    new = dict(settings)
+    if "overrides" in new:
+        new["overrides"] = tuple(new["overrides"].items())
     config = (
         Fp8Config(**{"recipe": default(), **new})
         if fp8_layer is None
         else replace(fp8_layer.scaling_state.config, **new)
     )
     products = products_in_bf16(modules, config.recipe, config.overrides)
-    if overrides is None:
+    if "overrides" not in new:
         # the patterns may refer to paths in a larger model
         products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
     layers = tuple(planned_layers(modules, ignore_modules, config, products))

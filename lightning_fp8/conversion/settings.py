@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import nn
 
 from lightning_fp8.modules.paths import as_patterns, matches
-from lightning_fp8.ops.cuda.gemm_choice import check_gemm
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.did_you_mean import did_you_mean
-from lightning_fp8.scaling.config import Override, check_frozen_weights
+from lightning_fp8.scaling.config import check_frozen_weights
 from lightning_fp8.scaling.recipe import KINDS, ProductPrecision, Recipe
 
 # a precision for a layer, or for some of its products, by patterns on module paths
@@ -33,7 +31,9 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
     for name, value in arguments.items():
         if name in _CHECKS:
             _CHECKS[name](value)
-    return {name: _FORMS[name](value) if name in _FORMS else value for name, value in arguments.items()}
+    if "overrides" in arguments:
+        arguments["overrides"] = _as_overrides(arguments["overrides"])
+    return arguments
 
 
 def _check_recipe(recipe: Any) -> None:
@@ -73,78 +73,24 @@ def _by_product(pattern: str, chosen: Any) -> dict[str, str]:
     return by_product
 
 
-def _as_bf16_blocks(value: Any) -> tuple[int, int]:
-    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-    if not is_pair or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in value):
-        raise ValueError(
-            "`bf16_blocks` must be two integers of at least 0, how many of the first and of the last blocks stay in"
-            f" bf16, got {value!r}."
-        )
-    first, last = value
-    return first, last
-
-
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "recipe": _check_recipe,
-    "gemm": check_gemm,
     "min_features": _check_min_features,
     "frozen_weights": check_frozen_weights,
 }
-_FORMS: dict[str, Callable[[Any], Any]] = {"overrides": _as_overrides, "bf16_blocks": _as_bf16_blocks}
-
-
-def resolved_overrides(
-    modules: Sequence[tuple[str, nn.Module]], settings: Mapping[str, Any]
-) -> tuple[Override, ...] | None:
-    """The overrides of checked settings in the order in which they apply; None if they have neither argument.
-
-    Raises:
-        ValueError: if there is no single longest list with enough blocks.
-    """
-    if settings.keys().isdisjoint(_FORMS):
-        return None
-    by_blocks = _of_blocks(modules, settings.get("bf16_blocks", (0, 0)))
-    by_pattern = settings.get("overrides", {}).items()
-    return (*by_blocks, *(Override(pattern, chosen, f"`overrides`, {pattern!r}") for pattern, chosen in by_pattern))
 
 
 def products_in_bf16(
-    modules: Sequence[tuple[str, nn.Module]], recipe: Recipe, overrides: Sequence[Override]
+    modules: Sequence[tuple[str, nn.Module]], recipe: Recipe, overrides: Sequence[tuple[str, Mapping[str, str]]]
 ) -> dict[nn.Module, tuple[tuple[Product, ...], str]]:
     """By module, the products in bf16 of it or of the layers inside it, and the setting that put them there.
 
     Later overrides win over earlier ones, product by product.
     """
     by_module = {module: (recipe.in_bf16, "the recipe") for _, module in modules}
-    for pattern, chosen, source in overrides:
+    for pattern, chosen in overrides:
         for part in {part for path, module in modules if matches(path, (pattern,)) for part in module.modules()}:
             before, by = by_module[part]
             in_bf16 = tuple(p for p in PRODUCTS if chosen.get(p, "bf16" if p in before else "fp8") == "bf16")
-            by_module[part] = in_bf16, by if in_bf16 == before else source
+            by_module[part] = in_bf16, by if in_bf16 == before else f"`overrides`, {pattern!r}"
     return by_module
-
-
-def _of_blocks(modules: Sequence[tuple[str, nn.Module]], bf16_blocks: tuple[int, int]) -> Iterator[Override]:
-    (first, last), setting = bf16_blocks, f"`bf16_blocks={bf16_blocks}`"
-    if not first + last:
-        return
-    lists = {path: module for path, module in modules if isinstance(module, nn.ModuleList)}
-    # nested modules, such as the experts of each block
-    inside = {part for module in lists.values() for block in module for part in block.modules()}
-    lengths = {path: len(module) for path, module in lists.items() if module not in inside}
-    most = max(lengths.values(), default=0)
-    longest = [path for path, length in lengths.items() if length == most]
-    instead = 'Choose layers with `overrides`, as in `overrides={"encoder.layers.0": "bf16"}`.'
-    if not most:
-        raise ValueError(f"{setting}: {type(modules[0][1]).__name__} has no `nn.ModuleList` of blocks. {instead}")
-    if len(longest) > 1:
-        raise ValueError(
-            f"{setting} applies to the longest `nn.ModuleList`, but {len(longest)} have {most} blocks:"
-            f" {', '.join(map(repr, longest))}. {instead}"
-        )
-    (path,) = longest
-    if first + last > most:
-        raise ValueError(f"{setting}: the longest `nn.ModuleList`, {path!r}, has only {most} blocks.")
-    for at in (*range(first), *range(most - last, most)):
-        source = f"{setting}: block {at} of {most} in {path!r}"
-        yield Override(glob.escape(f"{path}.{at}" if path else str(at)), dict.fromkeys(PRODUCTS, "bf16"), source)

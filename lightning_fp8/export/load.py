@@ -137,10 +137,10 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     _set_scales(model, inputs, {name for name, scales in source.exact.items() if scales is None})
+    for layer in model.modules():
+        if isinstance(layer, Fp8Module):
+            free_masters(layer)
     if frozen:
-        for layer in model.modules():
-            if isinstance(layer, Fp8Module):
-                free_masters(layer)
         _sources[without_wrappers(model)] = source
     else:
         _sources.pop(without_wrappers(model), None)

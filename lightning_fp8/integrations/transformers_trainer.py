@@ -49,13 +49,10 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Args:
         recipe: as in :func:`lightning_fp8.convert`, or a mapping of its fields.
         ignore_modules: as in ``convert``. A model that is converted already keeps its layers, unless this argument,
-            ``min_features``, ``adapters``, ``overrides`` or ``bf16_blocks`` is given.
-        gemm: as in ``convert``.
+            ``min_features`` or ``overrides`` is given.
         min_features: as in ``convert``.
-        adapters: as in ``convert``.
         frozen_weights: as in ``convert``.
         overrides: as in ``convert``.
-        bf16_blocks: as in ``convert``.
         schedule: as in :class:`lightning_fp8.PrecisionSchedule`; each switch is printed by the main process.
 
     Raises:
@@ -69,23 +66,17 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self,
         recipe: Recipe | Mapping[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
-        gemm: str | None = None,
         min_features: int | None = None,
-        adapters: bool | None = None,
         frozen_weights: FrozenWeights | None = None,
         overrides: Overrides | None = None,
-        bf16_blocks: tuple[int, int] | None = None,
         schedule: Mapping[Any, Any] | None = None,
     ) -> None:
         self.ignore_modules = as_patterns(ignore_modules, "ignore_modules")
         self.settings = checked_settings(
             recipe=as_recipe(recipe),
-            gemm=gemm,
             min_features=min_features,
-            adapters=adapters,
             frozen_weights=frozen_weights,
             overrides=overrides,
-            bf16_blocks=bf16_blocks,
         )
         self._schedule = None if schedule is None else Schedule(schedule)
         self._model: nn.Module | None = None

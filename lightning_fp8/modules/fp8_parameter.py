@@ -19,7 +19,6 @@ from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format, dtype_name
 from lightning_fp8.ops.library import backward_may_follow, can_keep_copies
 from lightning_fp8.ops.operand import CurrentScale, WeightSlot, by_columns
-from lightning_fp8.runtime.warn_once import warn_once
 
 _aten = torch.ops.aten
 # what a scale is for, by whether it is in E8M0
@@ -41,15 +40,15 @@ class Content:
             ``[N, 1]`` for rows; in E8M0 ``uint8``, ``[N, ceil(K/32)]`` for 32 of a row, or ``[ceil(N/32), ceil(K/32)]``
             for squares.
         is_frozen: whether there is no master, and no gradient.
-        blocks: how each block of other values would be scaled, see :class:`~lightning_fp8.ops.operand.CurrentScale`;
-            empty for one scale.
+        blocks: how each block would be scaled if the values were rounded again, after a change of dtype, see
+            :class:`~lightning_fp8.ops.operand.CurrentScale`; empty for one scale.
         largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
             largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. Of
             blocks with powers of two, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same
             values. None for codes that came with their scales: their values are ``code * scale_inv``.
         payload_t: the payload by columns of a frozen weight, where a GPU's GEMMs have needed it; else None.
-        changed: values in the shape of the weight, after a change in place to values that FP8 would round; then the
-            payload of a frozen weight is empty. Else None.
+        changed: values in the shape of the weight, after a write of other values than it had; then the payload of a
+            frozen weight is empty, and its layer makes it a plain parameter at its next use. Else None.
         name: the layer's name, for messages.
         error: relative RMS error of the rounding.
         scale_dtype: the dtype of the scales as they came.
@@ -71,7 +70,10 @@ class Content:
 
     def dequantized(self) -> Tensor:
         """The values, in the shape of the weight and in its dtype."""
-        return self._as_stored(self._n_by_k()) if self.changed is None else self.changed
+        if self.changed is not None:
+            return self.changed
+        values = dequantized(self.payload, self.scale_inv, self.largest, self.dtype, self.format)
+        return values.mT if self.k_by_n else values
 
     @property
     def has_own_codes(self) -> bool:
@@ -85,58 +87,14 @@ class Content:
             return True
         return e8m0.are_along_rows(self.scale_inv.mT, self.payload.mT)
 
-    def take(self, values: Tensor, rounds: bool) -> None:
-        """Hold other values: as payload if that is lossless, or if ``rounds`` and they are finite; else as they are.
-
-        The present codes and scales stay if they give exactly these values.
-        """
-        if not self.is_frozen:
-            self.changed = values
-            return
-        n_by_k, was_changed = self._as_stored(values), self.changed is not None
-        payload = self._present_codes(n_by_k)
-        if payload is None:
-            self._round(n_by_k, values, rounds)
-            return
-        if payload is not self.payload:
-            self.payload, self.payload_t = payload, None
-        # another tensor, by which a copy is known to be stale
-        self.scale_inv, self.changed = self.scale_inv.clone(), None
-        if rounds or was_changed:
-            self.error = 0.0
-
-    def _round(self, n_by_k: Tensor, values: Tensor, rounds: bool) -> None:
-        payload, scale_inv, amax = quantized(n_by_k, self.blocks)
-        rounded = dequantized(payload, scale_inv, amax, self.dtype)
-        is_same = torch.equal(rounded, n_by_k)
-        if not (is_same or (rounds and bool(amax.isfinite().all()))):
-            # another tensor, by which a copy is known to be stale
-            self.changed = values.detach()
+    def write(self, values: Tensor) -> None:
+        """Hold these values unrounded. A frozen weight that has them already keeps its codes."""
+        if self.is_frozen and self.changed is None:
+            if torch.equal(self.dequantized(), values):
+                return
             self.payload, self.payload_t = self.payload.new_empty(0, 0), None
-            return
-        if not is_same and self.largest is None:
-            warn_once(
-                "FP8 codes that came with their scales were replaced by other values, which are rounded; `state_dict`"
-                " names the worst weight. Load the same files on each process, and checkpoints of this model only."
-            )
-        if rounds or self.changed is not None:
-            self.error = 0.0 if is_same else _relative_error(rounded, n_by_k)
-        self.payload, self.scale_inv, self.largest, self.format = payload, scale_inv, amax, E4M3
-        self.payload_t, self.changed, self.scale_dtype = None, None, scale_inv.dtype
-
-    def _present_codes(self, values: Tensor) -> Tensor | None:
-        """Codes that give back exactly these values ``[N, K]`` with the present scales; None if there are none."""
-        if self.changed is None and torch.equal(self._n_by_k(), values):
-            return self.payload
-        if self.largest is not None:
-            # the scales of values that were rounded here are those of their amaxes
-            return None
-        nearest = torch.empty(values.shape, dtype=self.format.dtype, device=values.device)
-        for part, scale_inv, into in zip(*map(_matrices, (values, _as_matrices(self.scale_inv, values), nearest))):
-            scaled = part.float() / by_element(scale_inv, part)
-            into.copy_(scaled.clamp_(-self.format.max, self.format.max))
-        payload = nearest.view(torch.uint8)
-        return payload if torch.equal(self._n_by_k(payload), values) else None
+        # another tensor, by which a copy is known to be stale
+        self.changed = values.detach()
 
     def amax_and_scale(self) -> tuple[Tensor, Tensor]:
         """Of one matrix: the largest amax of all that have a scale, and its scale, both ``[] float32``."""
@@ -167,14 +125,6 @@ class Content:
         }
         return replace(self, **tensors)
 
-    def _as_stored(self, values: Tensor) -> Tensor:
-        """``[N, K]`` from the shape of the weight, or the reverse."""
-        return values.mT if self.k_by_n else values
-
-    def _n_by_k(self, payload: Tensor | None = None) -> Tensor:
-        payload = self.payload if payload is None else payload
-        return dequantized(payload, self.scale_inv, self.largest, self.dtype, self.format)
-
 
 def _of_content(field: str) -> property:
     # properties, because dynamo cannot read any attribute of a class with `__getattr__`
@@ -184,8 +134,8 @@ def _of_content(field: str) -> property:
 class Fp8Parameter(Tensor):
     """A weight that looks like one in ``dtype`` and holds its FP8 cast, in a :class:`Content`.
 
-    FP8 layers use the payload. Other operators get the dequantized values. Values that are copied into a frozen weight
-    are rounded to FP8 with their own scale; the result of any other operation in place is kept unrounded.
+    FP8 layers use the payload. Other operators get the dequantized values. A write of the values that it has changes
+    nothing; other values are kept unrounded.
     """
 
     content: Content
@@ -205,7 +155,7 @@ class Fp8Parameter(Tensor):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it is held as payload; not after a change in place that FP8 would round."""
+        """Whether it is held as payload; not after a write of other values."""
         return self.content.changed is None
 
     def dequantized(self) -> Tensor:
@@ -240,7 +190,7 @@ class Fp8Parameter(Tensor):
         if isinstance(result, Fp8Parameter):
             return as_parameter(result.content)
         if not self.is_fp8:
-            return as_parameter(replace(self.content, changed=result, dtype=result.dtype))
+            return nn.Parameter(result, requires_grad=False)
         content, is_castable = self.content, result.dtype in CASTABLE_DTYPES and not result.is_meta
         if content.largest is None and is_castable and torch.equal(result, self.dequantized().to(result)):
             # only the dtype is another one: codes that came with their scales are never rounded
@@ -267,7 +217,7 @@ class Fp8Parameter(Tensor):
                 f" {tuple(self.shape)}, {self.dtype} on {self.device}; got {tuple(values.shape)}, {values.dtype} on"
                 f" {values.device}. Replace the parameter, or call `convert(model, frozen_weights='master')` first."
             )
-        self.content.take(values.detach(), rounds=False)
+        self.content.write(values)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -293,7 +243,7 @@ class Fp8Parameter(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.dequantized().clone()
         values[index] = value
-        self.content.take(values, rounds=False)
+        self.content.write(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Parameter:
         if id(self) not in memo:
@@ -352,7 +302,7 @@ class Fp8Parameter(Tensor):
 
         result = func(*tree_map_only(Fp8Parameter, plain, args), **tree_map_only(Fp8Parameter, plain, kwargs))
         for key, parameter in written.items():
-            parameter.content.take(values[key], rounds=func in (_aten.copy_.default, _aten._foreach_copy_.default))
+            parameter.content.write(values[key])
         is_weight = isinstance(weight, Fp8Parameter) and result is values.get(id(weight.content))
         return weight if is_weight else result
 
@@ -459,11 +409,13 @@ def frozen(weight: Tensor, name: str, k_by_n: bool, blocks: str = "") -> nn.Para
     is_plain = type(weight) is nn.Parameter and weight.dtype in CASTABLE_DTYPES and weight.dim() in (2, 3)
     if not is_plain or weight.requires_grad or weight.is_meta:
         return None
-    nothing = torch.empty(0, 0, dtype=torch.uint8, device=weight.device)
-    values = weight.detach()
-    content = Content(weight.dtype, k_by_n, E4M3, nothing, nothing, True, blocks, nothing, changed=values, name=name)
-    content.take(values, rounds=True)
-    return as_parameter(content) if content.changed is None else None
+    values = weight.detach().mT if k_by_n else weight.detach()
+    payload, scale_inv, amax = quantized(values, blocks)
+    if not bool(amax.isfinite().all()):
+        return None
+    error = _relative_error(dequantized(payload, scale_inv, amax, weight.dtype), values)
+    content = Content(weight.dtype, k_by_n, E4M3, payload, scale_inv, True, blocks, amax, name=name, error=error)
+    return as_parameter(replace(content, scale_dtype=scale_inv.dtype))
 
 
 def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]:
@@ -517,6 +469,8 @@ def _as_matrices(scale: Tensor, weight: Tensor) -> Tensor:
 
 def _relative_error(rounded: Tensor, values: Tensor) -> float:
     """Relative RMS error of ``rounded``."""
+    if torch.equal(rounded, values):
+        return 0.0
     norms = [
         (float((matrix.float() - exact.float()).norm()), float(exact.float().norm()))
         for matrix, exact in zip(_matrices(rounded), _matrices(values), strict=True)

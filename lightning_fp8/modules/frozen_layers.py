@@ -14,6 +14,7 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter, frozen, is_frozen
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.runtime.warn_once import warn_once
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Module
@@ -38,14 +39,17 @@ def fp8_only_operand(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) 
 
 
 def _note(gemm: Gemm, parameter: Fp8Parameter) -> None:
-    # other values that are loaded are rounded as the recipe says
+    # a change of dtype rounds as the recipe says
     parameter.content.blocks = gemm.weight_scaling.blocks
     weight = cast(Fp8Parameter, gemm.matrix(parameter))
     gemm.state.record_weight(gemm.slots["weight", Phase.TRAINING].index, *weight.content.amax_and_scale())
 
 
 def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
-    """A weight that was to be kept in FP8 only and is not, as a plain tensor. Warns once for each model."""
+    """A weight that was to be kept in FP8 only and is not, as a plain tensor. Warns once for each model.
+
+    One that has been written is a plain parameter of its layer from then on.
+    """
     if not (torch.compiler.is_compiling() or weight.requires_grad) and gemm.model.notices.is_first("master"):
         is_changed = isinstance(weight, Fp8Parameter)
         what = "changed in place, as by merging an adapter" if is_changed else "replaced, as by `fully_shard`"
@@ -55,12 +59,33 @@ def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
             " to FP8 again, call `lightning_fp8.convert(model, frozen_weights='fp8')`.",
             stacklevel=2,
         )
-    return weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
+    if not isinstance(weight, Fp8Parameter):
+        return weight
+    layer = gemm.layer
+    if layer is not None and not torch.compiler.is_compiling():
+        for own, gemms in gemms_by_weight(layer):
+            if own is weight:
+                return give_master(layer, gemms, weight)
+    return weight.dequantized()
+
+
+def give_master(layer: Fp8Module, gemms: Sequence[Gemm], weight: Fp8Parameter) -> nn.Parameter:
+    """Replace one of the layer's FP8 parameters by a plain one with its values."""
+    plain = nn.Parameter(weight.dequantized().contiguous(), requires_grad=False)
+    replace_weight(layer, gemms, weight, plain)
+    return plain
 
 
 def free_masters(layer: Fp8Module) -> None:
     """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
     for weight, gemms in gemms_by_weight(layer):
+        if is_frozen(weight) and not weight.is_fp8:
+            if weight.content.largest is None:
+                warn_once(
+                    "FP8 codes that came with their scales were replaced by other values, which are rounded;"
+                    " `state_dict` names the worst weight. Load checkpoints of this model only."
+                )
+            weight = give_master(layer, gemms, weight)
         first = gemms[0]
         fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
         parameter = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.blocks) if fp8_only else None

@@ -29,7 +29,6 @@ from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.loops import LoopWeights
 from lightning_fp8.plugins.settings import (
     FP8_PRECISIONS,
-    GemmString,
     RecipeOfConfiguration,
     arguments_of,
     as_torch_dtype,
@@ -78,21 +77,19 @@ class Fp8Precision(PrecisionCore):
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
         fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
             FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
-        gemm: the backend of FP8 GEMMs on a GPU: ``"auto"``, ``"rawkernel"`` or ``"cublaslt"``. This argument and those
-            below are those of :func:`lightning_fp8.convert`; by default they leave a converted model as it is.
-        min_features: layers with fewer features in or out are not converted: 16 by default, 0 for all.
-        adapters: whether the linear layers of PEFT's adapters, such as ``lora_A`` and ``lora_B``, run in FP8 too.
+        min_features: layers with fewer features in or out are not converted: 16 by default, 0 for all. This argument
+            and those below are those of :func:`lightning_fp8.convert`; by default they leave a converted model as it
+            is.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights, one byte per parameter: for adapters on a
             frozen base. Checkpoints hold the rounded values. Not under FSDP.
         overrides: by pattern on module paths, the precision of a layer's products in place of the recipe's, such as
             ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``.
-        bf16_blocks: how many of the first and of the last blocks of the longest ``nn.ModuleList`` stay in bf16.
 
     Raises:
         ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at
             set-up for a pattern that matches no module.
-        TypeError: for a recipe of another kind, a string in place of a sequence of patterns, an argument that belongs
-            to another plugin.
+        TypeError: for a recipe of another kind, a string in place of a sequence of patterns, an argument that it does
+            not have.
     """
 
     precision = "fp8-delayed"
@@ -110,20 +107,11 @@ class Fp8Precision(PrecisionCore):
         dtype_mismatch: DtypeMismatch = "align",
         reduce_dtype: torch.dtype | str = torch.float32,
         fp8_all_gather: bool = False,
-        gemm: GemmString = "auto",
         min_features: int | None = None,
-        adapters: bool = False,
         frozen_weights: FrozenWeights | None = None,
         overrides: dict[str, str | dict[str, str]] | None = None,
-        bf16_blocks: tuple[int, int] | None = None,
     ) -> None:
-        settings = checked_settings(
-            gemm=gemm,
-            min_features=min_features,
-            frozen_weights=frozen_weights,
-            overrides=overrides,
-            bf16_blocks=bf16_blocks,
-        )
+        settings = checked_settings(min_features=min_features, frozen_weights=frozen_weights, overrides=overrides)
         self.recipe = recipe_argument(recipe)
         if self.recipe is not None:
             self.precision = self.recipe.precision
@@ -133,11 +121,9 @@ class Fp8Precision(PrecisionCore):
         if self.compute_dtype == torch.float32 and self.param_dtype == torch.bfloat16:
             raise ValueError("`compute_dtype=torch.float32` needs `param_dtype=torch.float32`, got torch.bfloat16.")
         self.fp8_all_gather = fp8_all_gather
-        self.gemm = gemm
         self.min_features = min_features
-        self.adapters = adapters
         self.frozen_weights = frozen_weights
-        self.overrides, self.bf16_blocks = settings.get("overrides"), settings.get("bf16_blocks")
+        self.overrides = settings.get("overrides")
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
 
     @override
@@ -191,12 +177,9 @@ class Fp8Precision(PrecisionCore):
             (*self.ignore_modules, *self.keep_fp32),
             RECIPES[self.precision],
             recipe=self.recipe,
-            gemm=self.gemm,
             min_features=self.min_features,
-            adapters=self.adapters or None,
             frozen_weights=self.frozen_weights,
             overrides=self.overrides,
-            bf16_blocks=self.bf16_blocks,
         )
         recipe = plan.config.recipe
         if recipe.precision != self.precision:

@@ -12,11 +12,10 @@ import torch
 
 from lightning_fp8.runtime.after_import import after_import
 from lightning_fp8.runtime.choice import check_choice
-from lightning_fp8.runtime.did_you_mean import closest
+from lightning_fp8.runtime.did_you_mean import closest, did_you_mean
 from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
 
 PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "fp8-mx", "bf16-mixed", "bf16-true"]
-GemmString = Literal["auto", "rawkernel", "cublaslt"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
 FP8_PRECISIONS = tuple(RECIPES)
 # names of the arguments of each plugin, filled in by `arguments_of`
@@ -28,7 +27,10 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:
-    """Decorate the ``__init__`` of a plugin: an argument that only other plugins take gives a TypeError naming them."""
+    """Decorate the ``__init__`` of a plugin: an argument that it does not have gives a TypeError with those it has.
+
+    If other plugins have the argument, the error names them instead.
+    """
 
     def decorate(init: _Init) -> _Init:
         ARGUMENTS[plugin] = tuple(signature(init).parameters)[1:]
@@ -36,12 +38,14 @@ def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:
         @wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for key in kwargs:
-                takers = [f"`{other}`" for other, names in ARGUMENTS.items() if key in names]
-                if takers and key not in ARGUMENTS[plugin]:
-                    raise TypeError(
-                        f"`{type(self).__name__}`, for {' and '.join(map(repr, precisions))}, has no argument `{key}`:"
-                        f" it belongs to {' and '.join(takers)}."
-                    )
+                if key in ARGUMENTS[plugin]:
+                    continue
+                takers = " and ".join(f"`{other}`" for other, names in ARGUMENTS.items() if key in names)
+                own = f"its arguments are {', '.join(ARGUMENTS[plugin])}.{did_you_mean(key, ARGUMENTS[plugin])}"
+                raise TypeError(
+                    f"`{type(self).__name__}`, for {' and '.join(map(repr, precisions))}, has no argument `{key}`:"
+                    f" {f'it belongs to {takers}.' if takers else own}"
+                )
             init(self, *args, **kwargs)
 
         return cast("_Init", checked)

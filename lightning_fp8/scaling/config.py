@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.scaling.recipe import Recipe
@@ -19,20 +19,6 @@ def check_frozen_weights(frozen_weights: object) -> None:
         check_choice("`frozen_weights`", frozen_weights, FROZEN_WEIGHTS)
 
 
-class Override(NamedTuple):
-    """The precisions of some products of the layers that a pattern matches.
-
-    Attributes:
-        pattern: ``fnmatch`` pattern on module paths, for what it matches and everything inside it.
-        precisions: by product, ``"fp8"`` or ``"bf16"``.
-        source: the argument that asked for it, in words.
-    """
-
-    pattern: str
-    precisions: Mapping[str, str]
-    source: str
-
-
 @dataclass(frozen=True)
 class Fp8Config:
     """The settings that all layers of a model share. They are not part of a checkpoint.
@@ -40,16 +26,15 @@ class Fp8Config:
     Attributes:
         recipe: how scales are computed.
         gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``; it only changes the order of
-            summation.
+            summation. For benchmarks and tests, which set it by :meth:`ScalingState.configure`.
         min_features: the conversion left layers with fewer input or output features alone.
-        adapters: the conversion included the adapters of PEFT.
         frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
-        overrides: the precisions of products that differ from those of the recipe; later ones win.
+        overrides: by ``fnmatch`` pattern on module paths, ``"fp8"`` or ``"bf16"`` for some products in place of the
+            recipe's precision; later ones win.
     """
 
     recipe: Recipe
     gemm: str = "auto"
     min_features: int = 16
-    adapters: bool = False
     frozen_weights: FrozenWeights = "master"
-    overrides: tuple[Override, ...] = ()
+    overrides: tuple[tuple[str, Mapping[str, str]], ...] = ()

@@ -26,8 +26,7 @@ _DTYPES = (
 )  # fmt: skip
 # for scales of layers that are not converted here
 REMEDY = (
-    "Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`, `adapters`), or load the"
-    " weights only."
+    "Convert the same modules as in the run that saved it (`ignore_modules`, `min_features`), or load the weights only."
 )
 
 

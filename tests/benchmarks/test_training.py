@@ -87,10 +87,9 @@ def test_the_precisions(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == ["lightning_fp8", *others]
     assert [plugins[name].precision for name in others] == others
     assert {*settings.every_setting(CPU)} == {"lightning_fp8", "32-true", *others}
-    gemms = settings.with_gemms(CPU)
-    assert [gemms[f"lightning_fp8 {gemm}"].plugin().gemm for gemm in ("rawkernel", "cublaslt")] == [
-        "rawkernel", "cublaslt",
-    ]  # fmt: skip
+    for gemm in ("rawkernel", "cublaslt"):
+        made = Training(GPT, settings.with_gemms(CPU)[f"lightning_fp8 {gemm}"], False, CPU)
+        assert scaling_state(made.model).config.gemm == gemm
     # on a GPU always Lightning's own
     on_gpu = settings.settings(GPU)
     assert [type(on_gpu[name].plugin()) for name in ("bf16-mixed", "bf16-true")] == [MixedPrecision, HalfPrecision]

@@ -1,4 +1,4 @@
-"""Precision of single products by layer: what ``overrides`` and ``bf16_blocks`` set, and what they refuse."""
+"""Precision of single products by layer: what ``overrides`` sets and refuses."""
 
 from __future__ import annotations
 
@@ -46,39 +46,18 @@ def test_an_override_is_of_the_recipe_too() -> None:
     assert scaling_state(few).module_names == ("head",)
 
 
-@pytest.mark.parametrize(("ends", "chosen"), [((1, 0), (0,)), ((1, 2), (0, 2, 3)), ([0, 1], (3,)), ((0, 0), ())])
-def test_blocks_of_the_longest_list(ends: Any, chosen: tuple[int, ...]) -> None:
-    model = convert(Blocks(), bf16_blocks=ends)
-    expected = {f"blocks.{at}.{name}": "fdw" for at in chosen for name in ("up", "down")}
-    assert products(model) == {**expected, **experts_of(*chosen)}
-    plain = [row.reason for row in describe(model) if row.path == "blocks.3.up" and not row.converted]
-    asked = tuple(ends)
-    said = f"all three products in bf16 by `bf16_blocks={asked}`: block 3 of 4 in 'blocks'"
-    assert plain == ([said] if 3 in chosen else [])
-
-
-def test_an_override_wins_over_blocks() -> None:
-    model = convert(Blocks(), bf16_blocks=(1, 0), overrides={"blocks.0.down": {"wgrad": "fp8"}, "*.up": "fp8"})
-    assert products(model) == {"blocks.0.down": "fd", **experts_of(0)}
-
-
 @pytest.mark.parametrize(
-    ("make", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (Blocks, {"overrides": {"blok.*": "bf16"}}, r"`overrides` pattern 'blok\.\*' matches no module of Blocks"),
-        (Blocks, {"overrides": {"head": "fp16"}}, r"'head' must have 'fp8' or 'bf16'.*got 'fp16'"),
-        (Blocks, {"overrides": {"head": {"wgrad": 16}}}, r"'head' must have 'fp8' or 'bf16'.*got \{'wgrad': 16\}"),
-        (Blocks, {"overrides": {"head": {"wgrd": "bf16"}}}, r"'fprop', 'dgrad', 'wgrad'\. Did you mean 'wgrad'\?"),
-        (Blocks, {"bf16_blocks": (1,)}, r"`bf16_blocks` must be two integers of at least 0.*got \(1,\)"),
-        (Blocks, {"bf16_blocks": (-1, 0)}, r"must be two integers of at least 0.*got \(-1, 0\)"),
-        (Blocks, {"bf16_blocks": (3, 2)}, r"`bf16_blocks=\(3, 2\)`: the longest.*'blocks', has only 4 blocks"),
-        (small_mlp, {"bf16_blocks": (1, 1)}, r"Sequential has no `nn.ModuleList` of blocks\. Choose.*`overrides`"),
-        (lambda: Blocks(2, 2), {"bf16_blocks": (1, 1)}, r"2 have 2 blocks: 'blocks', 'others'\. Choose.*`overrides`"),
-        (Blocks, {"overrides": {"*": "bf16"}}, r"nothing to convert in Blocks.*\n.*all three products in bf16"),
+        ({"overrides": {"blok.*": "bf16"}}, r"`overrides` pattern 'blok\.\*' matches no module of Blocks"),
+        ({"overrides": {"head": "fp16"}}, r"'head' must have 'fp8' or 'bf16'.*got 'fp16'"),
+        ({"overrides": {"head": {"wgrad": 16}}}, r"'head' must have 'fp8' or 'bf16'.*got \{'wgrad': 16\}"),
+        ({"overrides": {"head": {"wgrd": "bf16"}}}, r"'fprop', 'dgrad', 'wgrad'\. Did you mean 'wgrad'\?"),
+        ({"overrides": {"*": "bf16"}}, r"nothing to convert in Blocks.*\n.*all three products in bf16"),
     ],
 )  # fmt: skip
-def test_what_is_refused_by_name(make: Any, arguments: Any, message: str) -> None:
-    model = make()
+def test_what_is_refused_by_name(arguments: Any, message: str) -> None:
+    model = Blocks()
     with pytest.raises(ValueError, match=message):
         convert(model, **arguments)
     assert not any(isinstance(layer, Fp8Module) for layer in model.modules())
@@ -102,12 +81,11 @@ def test_a_layer_is_described_with_its_products() -> None:
     assert after["head"] == before["head"] == "all three products in bf16 by `overrides`, 'head'"
     assert [row.path for row in describe(model) if not row.converted] == ["head"]
     # nothing else changes them, not even converting a part of the model, where the patterns have a different meaning
-    convert(model, gemm="cublaslt")
+    convert(model, min_features=8)
     convert(model.blocks[0])
     assert products(model) == {"blocks.0.down": "fw", "head": "fdw"}
     assert copy.deepcopy(model).blocks[0].down.in_bf16 == ("fprop", "wgrad")
-    # one of the two arguments replaces both settings
-    convert(model, bf16_blocks=(0, 0))
+    convert(model, overrides={})
     assert products(model) == {}
     unconvert(model)
     assert not any(isinstance(layer, Fp8Module) for layer in model.modules())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -47,52 +46,24 @@ def is_fp8(layers: list[nn.Module]) -> set[bool]:
 
 
 @pytest.mark.parametrize(("name", "order"), [("llama", "converted first"), ("gpt2", "adapted first")])
-def test_adapters_stay_out_unless_requested(name: str, order: str) -> None:
+def test_adapters_stay_out(name: str, order: str) -> None:
     model, _ = adapted(name, order)
     assert (is_fp8(base_layers(model)), is_fp8(adapter_layers(model))) == ({True}, {False})
     rows = {row.path: row for row in describe(model)}
     small = {path for path, layer in model.named_modules() if layer in adapter_layers(model)}
     assert {path for path, row in rows.items() if not row.converted} == small
-    assert {rows[path].reason for path in small} == {
-        "belongs to an adapter of PEFT: pass `adapters=True` to convert it"
-    }
+    assert {rows[path].reason for path in small} == {"belongs to an adapter of PEFT, which stays as it is"}
     total = sum(p.numel() for p in model.parameters())
     share = sum(p.numel() for layer in model.modules() if isinstance(layer, Fp8Module) for p in layer.parameters())
     layers = len(rows) - len(small)
     assert coverage(conversion_plan(model)) == (
         f"{layers} of {layers} linear layers run in FP8, with {share / total:.0%} of the parameters;"
-        f" {len(small)} layers of adapters do not (`adapters=True` converts them)"
+        f" {len(small)} layers of adapters do not"
     )
-    convert(model, adapters=True)
-    assert is_fp8(adapter_layers(model)) == {True}
-    assert "of adapters" not in coverage(conversion_plan(model))
-    # the model's setting, unless another one is requested
-    convert(model, min_features=1)
-    assert is_fp8(adapter_layers(model)) == {True}
-    convert(model, adapters=False)
+    Fp8Precision(min_features=1).convert_module(model)
     assert (is_fp8(base_layers(model)), is_fp8(adapter_layers(model))) == ({True}, {False})
     unconvert(model)
     assert is_fp8(list(model.modules())) == {False}
-
-
-def test_small_adapters_stay_out_and_are_named() -> None:
-    model, _ = adapted("llama", "plain", r=8)
-    convert(model, adapters=True)
-    assert is_fp8(adapter_layers(model)) == {False}
-    said = coverage(conversion_plan(model))
-    assert re.search(r"not in FP8: \S*layers\.\*\.\S*\.default, .* and 7 more \(19%, fewer than 16 features\)$", said)
-    assert "of adapters" not in said
-    assert is_fp8(adapter_layers(convert(model, min_features=0))) == {True}
-
-
-@pytest.mark.parametrize("requested", [False, True])
-def test_a_plugin_converts_them_on_request(requested: bool) -> None:
-    model, _ = adapted("llama", "converted first")
-    Fp8Precision(adapters=requested).convert_module(model)
-    assert is_fp8(adapter_layers(model)) == {requested}
-    # False leaves a model as it is
-    Fp8Precision(min_features=1).convert_module(model)
-    assert is_fp8(adapter_layers(convert(model))) == {requested}
 
 
 # --- the numbers ---
@@ -235,8 +206,7 @@ def test_copies_of_whole_layers_join_by_themselves() -> None:
     assert [row.converted for row in heads] == [True, True]
 
 
-@pytest.mark.parametrize("requested", [False, True])
-def test_attention_of_torch(requested: bool) -> None:
+def test_attention_of_torch() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -251,11 +221,11 @@ def test_attention_of_torch(requested: bool) -> None:
         torch.manual_seed(3)
         model: Any = Block()
         if order == "converted first":
-            convert(model, adapters=requested)
+            convert(model)
         torch.manual_seed(4)
         model = get_peft_model(model, LoraConfig(r=16, target_modules=["attention"], init_lora_weights=False))  # type: ignore[arg-type]
         if order == "adapted first":
-            convert(model, adapters=requested)
+            convert(model)
             assert {row.path for row in describe(model) if row.converted} >= {
                 "base_model.model.attention.base_layer",
                 "base_model.model.attention.base_layer.out_proj.base_layer",

@@ -179,16 +179,14 @@ def test_a_skipped_step_leaves_no_trace_in_the_scales(tmp_path: Path) -> None:
 
 def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     model = llama()
-    callback = Fp8Callback(
-        {"amax_history_len": 3}, ignore_modules=["lm_head"], gemm="rawkernel", min_features=32, adapters=True
-    )
+    callback = Fp8Callback({"amax_history_len": 3}, ignore_modules=["lm_head"], min_features=32)
     assert trainer(tmp_path, model, callback).model is model
     state = scaling_state(model)
     assert state.recipe == DelayedScaling(amax_history_len=3)
     gates = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     # `k_proj` and `v_proj` have 16 features out
     assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
-    assert state.config == Fp8Config(state.recipe, "rawkernel", 32, True)
+    assert state.config == Fp8Config(state.recipe, min_features=32)
 
 
 def test_evaluation_uses_the_scales_and_moves_none(tmp_path: Path) -> None:

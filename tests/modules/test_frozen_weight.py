@@ -108,12 +108,13 @@ def test_a_compiled_model_sees_changes() -> None:
     before = compiled(x)
     with torch.no_grad():
         model.conv.weight.copy_(torch.randn(32, 32))
-        assert same(compiled(x), model(x))
-        assert not same(compiled(x), before)
-        model.conv.weight.data += torch.randn(32, 32)
         y = compiled(x)
-        with pytest.warns(UserWarning, match="has been changed in place"):
+        with pytest.warns(UserWarning, match="'conv' was to be kept in FP8 only and has been changed in place"):
             assert same(y, model(x))
+        assert not same(y, before)
+        model.conv.weight += torch.randn(32, 32)
+        assert same(compiled(x), model(x))
+        assert not same(compiled(x), y)
 
 
 def test_columns_are_kept_where_a_gpu_needs_them(cuda_half: Counter[str]) -> None:
@@ -195,7 +196,7 @@ def test_a_weight_that_is_not_finite_keeps_its_master() -> None:
     convert(model, ignore_modules=ADAPTERS, frozen_weights="fp8")
     assert set(frozen_weights(model)) == set(BASE) - {"conv.weight", "mlp.0.weight"}
     (row,) = [row for row in describe(model) if row.path == "conv"]
-    assert "weight keeps its master: it is new or not finite" in row.reason
+    assert "weight keeps its master: it is new, written or not finite" in row.reason
 
 
 def rms(model: nn.Module, plain: nn.Module) -> dict[str, float]:
@@ -324,18 +325,26 @@ def test_a_change_in_place_is_not_rounded(how: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x)
-    assert "weight changed in place" in next(row.reason for row in describe(model) if row.path == "query.base")
+    # a plain parameter from now on, which may be trained
+    plain = model.query.base.weight
+    assert type(plain) is nn.Parameter
+    assert same(plain.detach(), expected)
+    assert "it is new, written or not" in next(row.reason for row in describe(model) if row.path == "query.base")
     moved = copy.deepcopy(model).to(torch.float64).to(torch.float32)
-    assert same(moved.query.base.weight.dequantized(), expected)
+    assert same(moved.query.base.weight.detach(), expected)
+    moved.query.base.weight.requires_grad_()
+    moved(x).sum().backward()
+    assert moved.query.base.weight.grad.any()
     convert(model)
-    assert weight.is_fp8
-    assert same(weight.payload, quantized(expected)[0])
+    assert same(payloads(model)["query.base.weight"], quantized(expected)[:2])
 
 
-def test_a_change_that_fp8_holds_exactly_stays_in_fp8() -> None:
-    # averaging and broadcasts write the same values back
-    model = converted("fp8")
-    before = payloads(model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_write_of_the_same_values_changes_nothing(dtype: torch.dtype) -> None:
+    # averaging, broadcasts and loaded checkpoints write the same values back
+    model = converted("fp8", dtype)
+    before, held = payloads(model), frozen_weights(model)
+    model.load_state_dict(model.state_dict())
     averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     for _ in range(2):
         averaged.update_parameters(model)
@@ -344,8 +353,24 @@ def test_a_change_that_fp8_holds_exactly_stays_in_fp8() -> None:
         for weight in frozen_weights(model).values():
             weight.lerp_(weight.clone(), 0.5)
             weight.data.mul_(1.0)
+            weight.copy_(weight.dequantized())
+            weight.data = weight.dequantized()
+            weight[:2] = weight.dequantized()[:2]
     assert same(payloads(model), before)
-    assert all(weight.is_fp8 for weight in frozen_weights(model).values())
+    assert all(weight is held[name] and weight.is_fp8 for name, weight in frozen_weights(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_written_weight_is_plain_in_the_dtype_of_its_master(dtype: torch.dtype) -> None:
+    model, values, x = converted("fp8", dtype), torch.randn(32, 32).to(dtype), torch.randn(2, 5, 32)
+    with torch.no_grad():
+        model.conv.weight.copy_(values)
+    with pytest.warns(UserWarning, match="'conv' was to be kept in FP8 only and has been changed in place"):
+        model(x)
+    assert type(model.conv.weight) is nn.Parameter
+    assert (model.conv.weight.dtype, model.conv.weight.requires_grad) == (dtype, False)
+    assert same(model.conv.weight.detach(), values)
+    assert set(frozen_weights(model)) == set(BASE) - {"conv.weight"}
 
 
 # --- moves, copies, and refused uses ---
@@ -387,8 +412,8 @@ def test_training_such_a_weight_is_refused_by_name() -> None:
         with pytest.raises(RuntimeError, match=r"'conv' is kept in FP8 only: its `.data` .* replaced by \(32, 32\)"):
             conv.data = values
     conv.data = query.data
-    assert conv.is_fp8
     assert same(conv.dequantized(), query.dequantized())
+    convert(model)
     # an optimizer ignores such weights
     before = payloads(model)
     model.requires_grad_(False).head.requires_grad_(True)

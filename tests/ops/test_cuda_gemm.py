@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gemm_cases import ACCUMULATION, FORMAT_PAIRS, Operands, Problem, assert_close, operands, random_problems
+from gemm_setting import with_gemm
 from sqnr import sqnr
 from torch import Tensor, nn
 
@@ -166,7 +167,7 @@ def feed_forward(gpu: torch.device, gemm: str) -> tuple[list[Tensor], float]:
     """Output and gradients of linear - GELU - linear in its fourth step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).to(gpu)
-    convert(model, DelayedScaling(amax_history_len=4), gemm=gemm)
+    with_gemm(convert(model, DelayedScaling(amax_history_len=4)), gemm)
     for _ in range(4):
         model.zero_grad()
         x = torch.randn(1024, 512, device=gpu, requires_grad=True)
@@ -187,7 +188,7 @@ def test_a_feed_forward_by_our_gemms_is_that_by_cublaslt(gpu: torch.device) -> N
 def test_training_with_each_setting(gpu: torch.device, setting: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8)).to(gpu)
-    model = convert(net, gemm=setting, min_features=0)
+    model = with_gemm(convert(net, min_features=0), setting)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     x, target = torch.randn(512, 256, device=gpu), torch.randint(8, (512,), device=gpu)
     for _ in range(60):

@@ -25,7 +25,7 @@ from lightning_fp8.plugins.fabric import FabricPrecision
 
 
 def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> None:
-    plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}}, bf16_blocks=(1, 0))
+    plugin = Fp8Precision(overrides={"*.down": {"wgrad": "bf16"}})
     other = FabricPrecision(plugin)
     model = other.convert_module(Blocks(3, 2))
     # without the arguments, a plugin leaves a converted model unchanged
