@@ -33,6 +33,7 @@ class Source:
 
     Attributes:
         shards: its files.
+        config: the content of ``config.json``, with its ``quantization_config``.
         scheme: how its weights are quantized.
         placed: where its tensors are in the model.
         scales: of its FP8 weights, by name.
@@ -43,6 +44,7 @@ class Source:
     """
 
     shards: Shards
+    config: Mapping[str, Any]
     scheme: Scheme
     placed: Placed
     scales: Mapping[str, Scale]

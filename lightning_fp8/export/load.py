@@ -35,7 +35,7 @@ from lightning_fp8.export.checks import (
 from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
 from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
 from lightning_fp8.export.names import placed
-from lightning_fp8.export.scheme import Scheme, scheme_of
+from lightning_fp8.export.scheme import Scheme, config_read, scheme_of
 from lightning_fp8.export.shards import Shards
 from lightning_fp8.export.values import LARGEST_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
@@ -161,10 +161,11 @@ def source_of(model: nn.Module) -> Source | None:
 def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     """All that is known without reading weights, checked."""
     # first, so that a folder without a model is named as such
-    scheme_of(folder, ())
+    config_file, config = config_read(folder)
+    scheme_of(config_file, config["quantization_config"], ())
     shards = Shards(folder)
     stored, file = shards.stored, shards.path
-    scheme = scheme_of(folder, stored)
+    scheme = scheme_of(config_file, config["quantization_config"], stored)
     in_fp8 = [name for name, entry in stored.items() if entry.dtype == E4M3.dtype]
     twins = {
         twin: name
@@ -200,7 +201,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
         model, {name: tuple(tensor.shape) for name, tensor in own.items()}, {name: stored[name].shape for name in names}
     )
     refuse(file, misfits_of_names(placement, own, stored))
-    return Source(shards, scheme, placement, scales, {name: read[name] for name in apart}, exact, twins)
+    return Source(shards, config, scheme, placement, scales, {name: read[name] for name in apart}, exact, twins)
 
 
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:

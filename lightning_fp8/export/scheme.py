@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fp8.export.layout import CONFIG_FILE
-from lightning_fp8.export.shards import MODELOPT_FILE, read_json
+from lightning_fp8.export.shards import read_json
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe
@@ -37,6 +37,7 @@ from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedSc
 Kind = Literal["tensor", "row", "block", "group"]
 FLOAT_QUANTIZED, MXFP8_QUANTIZED = "float-quantized", "mxfp8-quantized"
 _BLOCKS = [BLOCK, BLOCK]
+_MODELOPT_FILE = "hf_quant_config.json"
 # of compressed-tensors, by its formats
 _STRATEGIES: dict[str, dict[str, Kind]] = {
     FLOAT_QUANTIZED: {"tensor": "tensor", "channel": "row", "block": "block"},
@@ -116,28 +117,39 @@ class Scheme:
         return next((kind for kind in self.kinds if scale in fitting[kind]), None)
 
 
-def scheme_of(folder: Path, names: Collection[str]) -> Scheme:
-    """How the weights in a folder are quantized.
-
-    Args:
-        folder: the folder.
-        names: of all its tensors.
+def config_read(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The content of ``config.json``, with its ``quantization_config``; and the file that this is in.
 
     Raises:
         FileNotFoundError: if there is no ``config.json``.
-        ValueError: if it is no JSON object, or describes another quantization; the message says which.
+        ValueError: if it is no JSON object, or the model is not quantized.
     """
     file, config = folder / CONFIG_FILE, read_json(folder, CONFIG_FILE)
     if not file.is_file():
         raise FileNotFoundError(f"There is no exported model in {folder}: {CONFIG_FILE} is missing.")
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    config = config if isinstance(config, dict) else {}
+    quantization = config.get("quantization_config")
     if quantization is None:
-        other = read_json(folder, MODELOPT_FILE)
+        other = read_json(folder, _MODELOPT_FILE)
         of_modelopt = other.get("quantization") if isinstance(other, dict) else None
         if isinstance(of_modelopt, dict):
-            file, quantization = folder / MODELOPT_FILE, {**of_modelopt, "quant_method": "modelopt"}
+            file, quantization = folder / _MODELOPT_FILE, {**of_modelopt, "quant_method": "modelopt"}
     if not isinstance(quantization, dict):
         raise ValueError(f"{file} has no `quantization_config`: the model there is not quantized. Load it as usual.")
+    return file, {**config, "quantization_config": quantization}
+
+
+def scheme_of(file: Path, quantization: Mapping[str, Any], names: Collection[str]) -> Scheme:
+    """How weights are quantized.
+
+    Args:
+        file: for messages, the file that holds the config.
+        quantization: the config.
+        names: of all tensors in the folder.
+
+    Raises:
+        ValueError: for another quantization; the message says which.
+    """
     reader = _Config(file, quantization)
     method = reader.one_of("quant_method", ("fp8", "compressed-tensors", "modelopt"))
     return {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt}[method](reader, names)

@@ -40,7 +40,8 @@ from lightning_fp8.export.scales import (
     scales_to_write,
 )
 from lightning_fp8.export.scheme import Scheme
-from lightning_fp8.export.written_back import Base, Write, files_of, layout_of, renamed
+from lightning_fp8.export.shards import INDEX_FILE
+from lightning_fp8.export.written_back import Base, Shard, written_back
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
@@ -75,10 +76,10 @@ def export(
     ``"compressed-tensors"``, those with a master whose sizes are no multiples of 128 under ``BlockScaling``. vLLM fuses
     q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in FP8.
 
-    A base that ``load_exported(..., frozen=True)`` has read is written back with ``layout=None``, or with the layout
-    that it has: the same files, byte for byte, where nothing has changed. Weights that have, as by merging an adapter,
-    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. In another layout, or
-    with a ``dtype``, one file gets the same codes and scales under the checkpoint's names.
+    A base that ``load_exported(..., frozen=True)`` has read is written back under the names of its files, with their
+    codes and scales, in the layout that they have or in another. Weights that have changed, as by merging an adapter,
+    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. Tensors outside of FP8
+    are written as the model holds them; a warning counts those that have a narrower dtype than in the files.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -113,19 +114,14 @@ def export(
         raise TypeError(f"export: `dtype` must be None or one of {choices}, got {dtype!r}.")
     folder, source = Path(path), source_of(model)
     if source is None:
-        _check_folder(folder, overwrite, {WEIGHTS_FILE})
+        _check_folder(folder, overwrite, [WEIGHTS_FILE])
         tensors, metadata, config = _made(model, into, dtype)
-        _write(folder, _files(tensors, metadata, config))
+        _write(folder, {WEIGHTS_FILE: lambda: (tensors, metadata)}, config)
         return folder
     base = Base(model, source)
-    if dtype is None and into.name in (None, layout_of(source)):
-        files = files_of(base)
-        _check_folder(folder, overwrite, files)
-        _write(folder, files)
-    else:
-        _check_folder(folder, overwrite, {WEIGHTS_FILE})
-        tensors, config = renamed(base, into, dtype)
-        _write(folder, _files(tensors, {"format": "pt"}, config))
+    shards, config = written_back(base, into, dtype)
+    _check_folder(folder, overwrite, shards)
+    _write(folder, shards, config)
     base.warn()
     return folder
 
@@ -155,33 +151,35 @@ def _metadata(layout: Layout, plans: Mapping[str, Plan | None]) -> dict[str, str
     return to_metadata(scales) if layout.name is None and has_all else {"format": "pt"}
 
 
-def _files(tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> dict[str, Write]:
-    def write_weights(path: Path) -> None:
-        import_safetensors().torch.save_file(tensors, path, metadata)
-
-    def write_config(path: Path) -> None:
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-    return {WEIGHTS_FILE: write_weights, CONFIG_FILE: write_config}
-
-
-def _write(folder: Path, files: Mapping[str, Write]) -> None:
+def _write(folder: Path, shards: Mapping[str, Shard], config: Mapping[str, Any]) -> None:
     """Write all files in a temporary folder inside ``folder``, then move them to their final paths, the config last."""
+    save_file = import_safetensors().torch.save_file
     folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    total = 0
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
         staging = Path(unfinished)
-        for name, write in files.items():
-            write(staging / name)
+        for file, shard in shards.items():
+            tensors, metadata = shard()
+            save_file(tensors, staging / file, metadata)
+            weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        texts: dict[str, Any] = {CONFIG_FILE: config}
+        if [*shards] != [WEIGHTS_FILE]:
+            texts = {INDEX_FILE: {"metadata": {"total_size": total}, "weight_map": weight_map}, **texts}
+        for file, content in texts.items():
+            (staging / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # the library writes files that only the owner can read
         mode = (staging / CONFIG_FILE).stat().st_mode
         # without a config, nothing can be mistaken for a model
         (folder / CONFIG_FILE).unlink(missing_ok=True)
-        for name in (*(name for name in files if name != CONFIG_FILE), CONFIG_FILE):
-            (staging / name).chmod(mode)
-            (staging / name).replace(folder / name)
+        for file in (*shards, *texts):
+            (staging / file).chmod(mode)
+            (staging / file).replace(folder / file)
 
 
-def _check_folder(folder: Path, overwrite: bool, names: Collection[str]) -> None:
+def _check_folder(folder: Path, overwrite: bool, shards: Collection[str]) -> None:
+    names = {*shards} if [*shards] == [WEIGHTS_FILE] else {*shards, INDEX_FILE}
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"export: `path` must be a folder, and {folder} is a file.")
     other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name not in names)
