@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.layout import Scales, amax_of_scale, listed, state_tensors
+from lightning_fp8.export.layouts.base import Scheme
 from lightning_fp8.export.names import Placed
-from lightning_fp8.export.scheme import Scheme
 from lightning_fp8.export.shards import Shards
+from lightning_fp8.export.tensors import Scales, amax_of_scale, listed, state_tensors
 from lightning_fp8.export.values import Scale, scale_of_pieces
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes

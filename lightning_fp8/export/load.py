@@ -33,10 +33,11 @@ from lightning_fp8.export.checks import (
     refuse,
 )
 from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
-from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
+from lightning_fp8.export.layouts.base import Scheme
+from lightning_fp8.export.layouts.registry import config_read, scheme_of
 from lightning_fp8.export.names import placed
-from lightning_fp8.export.scheme import Scheme, config_read, scheme_of
 from lightning_fp8.export.shards import Shards
+from lightning_fp8.export.tensors import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
 from lightning_fp8.export.values import LARGEST_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters
@@ -58,7 +59,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     """Load FP8 weights into a model of the same architecture: an export, or a checkpoint that others publish.
 
     The folder has a ``config.json`` and either ``model.safetensors`` or several such files with their index.
-    :mod:`lightning_fp8.export.scheme` lists the quantizations that are read: one scale for each tensor, row, or block
+    :mod:`lightning_fp8.export.layouts` has the quantizations that are read: one scale for each tensor, row, or block
     of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. The layers
     whose weights are FP8 in the file are converted, and only these. Tensors are read one by one, so a model on the meta
     device takes no memory but its own.

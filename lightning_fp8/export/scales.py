@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
-from lightning_fp8.export.published import COMPRESSED_TENSORS, Layout, Quantized
-from lightning_fp8.export.scheme import Kind, Scheme
+from lightning_fp8.export.layouts.base import Kind, Quantized, Scheme, WritableLayout
+from lightning_fp8.export.layouts.registry import those_with
+from lightning_fp8.export.tensors import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter, is_held
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
@@ -89,7 +89,7 @@ def kind_of(weight: Fp8Parameter) -> Kind:
         return "group"
     shapes = (tuple(tensor.shape) for tensor in (weight.content.payload, weight.content.scale_inv))
     # one of these fits: a weight is not made with other scales
-    return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
+    return Scheme(None, ("block", "row", "tensor")).kind_of(*shapes) or "tensor"
 
 
 def as_stored(content: Content) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def in_whole_blocks(
-    plans: dict[str, Plan | None], tensors: Mapping[str, Tensor], plain: Collection[str], layout: Layout
+    plans: dict[str, Plan | None], tensors: Mapping[str, Tensor], plain: Collection[str], layout: WritableLayout
 ) -> dict[str, Plan | None]:
     """Leave out weights with incomplete blocks, or groups: readers may compute their size from the number of scales.
 
@@ -147,7 +147,7 @@ def in_whole_blocks(
         return plans
     block = f"{e8m0.BLOCK} elements of a row" if groups else f"a block of {BLOCK} x {BLOCK}"
     rule = f"a scale is for {block} of a weight, and these weights have incomplete ones"
-    remedy = "" if groups else f" `layout={COMPRESSED_TENSORS!r}` writes them in FP8."
+    remedy = "" if groups else f" {those_with(lambda other: other.ragged)} writes them in FP8."
     shapes = listed([f"{name} {tuple(tensors[name].shape)}" for name in left])
     plans = {**plans, **dict.fromkeys(left)}
     if not any(plan is not None for name, plan in plans.items() if name not in plain):
@@ -163,7 +163,7 @@ def in_whole_blocks(
     return plans
 
 
-def check_linear(model: nn.Module, names: Collection[str], layout: Layout) -> None:
+def check_linear(model: nn.Module, names: Collection[str], layout: WritableLayout) -> None:
     """ValueError for weights in FP8 that the layout's readers would not look for: those of other layers than linear."""
     linear = {
         joined(plain_path(path), "weight")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.export.layouts.base import Kind
 from lightning_fp8.export.names import Index, Piece, Shape
-from lightning_fp8.export.scheme import Kind
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, scale_of_current
 from lightning_fp8.ops.formats import E4M3

@@ -14,23 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.export.config import config_of, output_embedding, plain_layers
-from lightning_fp8.export.layout import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    import_safetensors,
-    memory_of,
-    state_tensors,
-    to_metadata,
-)
+from lightning_fp8.export.layouts.base import Scheme, WritableLayout
+from lightning_fp8.export.layouts.registry import check_plain, kind_of_file, layout_to_write
 from lightning_fp8.export.load import source_of
-from lightning_fp8.export.published import (
-    Layout,
-    check_plain,
-    kind_of_file,
-    layout_named,
-    quantization_config,
-    tensors_of,
-)
 from lightning_fp8.export.scales import (
     Plan,
     check_finite,
@@ -39,8 +25,15 @@ from lightning_fp8.export.scales import (
     quantized,
     scales_to_write,
 )
-from lightning_fp8.export.scheme import Scheme
 from lightning_fp8.export.shards import INDEX_FILE
+from lightning_fp8.export.tensors import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    import_safetensors,
+    memory_of,
+    state_tensors,
+    to_metadata,
+)
 from lightning_fp8.export.written_back import Base, Shard, written_back
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
@@ -60,7 +53,7 @@ def export(
 ) -> Path:
     """Write a trained model with FP8 weights and their scales: ``model.safetensors`` and ``config.json``.
 
-    :mod:`lightning_fp8.export.published` describes the layouts, and :func:`lightning_fp8.load_exported` reads them. The
+    :mod:`lightning_fp8.export.layouts` has the layouts, and :func:`lightning_fp8.load_exported` reads them. The
     kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
     scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
     :class:`~lightning_fp8.BlockScaling`, one for every 32 elements of a row with :class:`~lightning_fp8.MXScaling`,
@@ -108,7 +101,7 @@ def export(
             or a base that has other tensors than its checkpoint; the message names them.
     """
     import_safetensors()
-    into = layout_named(layout)
+    into = layout_to_write(layout)
     if dtype is not None and dtype not in CASTABLE_DTYPES:
         choices = ", ".join(map(dtype_name, CASTABLE_DTYPES))
         raise TypeError(f"export: `dtype` must be None or one of {choices}, got {dtype!r}.")
@@ -127,7 +120,7 @@ def export(
 
 
 def _made(
-    model: nn.Module, layout: Layout, dtype: torch.dtype | None
+    model: nn.Module, layout: WritableLayout, dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """The tensors, the metadata and the config of a model whose weights were not read from a checkpoint."""
     own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
@@ -140,11 +133,10 @@ def _made(
     check_linear(model, in_fp8, layout)
     not_fp8 = plain_layers(model, in_fp8)
     check_plain(layout, not_fp8, in_fp8)
-    quantization = quantization_config(layout, scheme, not_fp8)
-    return tensors, _metadata(layout, plans), config_of(model, dtype, quantization)
+    return tensors, _metadata(layout, plans), config_of(model, dtype, layout.config(scheme, not_fp8))
 
 
-def _metadata(layout: Layout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
+def _metadata(layout: WritableLayout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
     """The exact scales, in the layout that has them and if each weight has one that was computed here."""
     scales = {name: None if plan is None else plan.scales for name, plan in plans.items()}
     has_all = all(plan is None or scales[name] is not None for name, plan in plans.items())
@@ -212,7 +204,7 @@ def _tensors(
     plans: Mapping[str, Plan | None],
     plain: set[str],
     dtype: torch.dtype | None,
-    layout: Layout,
+    layout: WritableLayout,
     scheme: Scheme,
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of the file, and all names of the weights that are FP8 in it."""
@@ -231,7 +223,7 @@ def _tensors(
         in_fp8.update(names)
         for name, plan in users.items():
             weight = quantized(tensor, plan)
-            tensors[names[0]], scales = weight.codes, tensors_of(layout, scheme, name, weight)
+            tensors[names[0]], scales = weight.codes, layout.tensors(scheme, name, weight)
             for scale_name in scales:
                 if scale_name in by_name:
                     raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")

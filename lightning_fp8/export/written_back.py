@@ -15,19 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.export.fill import Source
-from lightning_fp8.export.layout import listed, memory_of, state_tensors, to_metadata
+from lightning_fp8.export.layouts.base import Quantized, WritableLayout
+from lightning_fp8.export.layouts.registry import check_plain, kind_of_file
 from lightning_fp8.export.names import Piece
-from lightning_fp8.export.published import (
-    COMPRESSED_TENSORS,
-    HF_FP8,
-    Layout,
-    Quantized,
-    check_plain,
-    kind_of_file,
-    quantization_config,
-    tensors_of,
-)
 from lightning_fp8.export.scales import as_stored, check_finite
+from lightning_fp8.export.tensors import listed, memory_of, state_tensors, to_metadata
 from lightning_fp8.export.values import Scale, in_grid, rounded
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_held
 from lightning_fp8.ops.formats import E4M3, dtype_name
@@ -147,14 +139,9 @@ class Base:
             )
 
 
-def layout_of(source: Source) -> str | None:
-    """The name of the layout of a checkpoint, as :func:`lightning_fp8.export` calls it; None if it has none there."""
-    method = source.config["quantization_config"]["quant_method"]
-    as_transformers = method == "fp8" and source.scheme.suffix == "_scale_inv"
-    return method if method == COMPRESSED_TENSORS else HF_FP8 if as_transformers else None
-
-
-def written_back(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple[dict[str, Shard], dict[str, Any]]:
+def written_back(
+    base: Base, layout: WritableLayout, dtype: torch.dtype | None
+) -> tuple[dict[str, Shard], dict[str, Any]]:
     """The files of a checkpoint, with the same codes and scales under the same names; and its config.
 
     Args:
@@ -168,13 +155,13 @@ def written_back(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple
     config, left_out = {**source.config}, sorted(source.placed.left_out)
     caches = [name for name in source.inputs if source.scheme.is_of_cache(name)]
     scheme = None
-    if layout.name not in (None, layout_of(source)):
+    if layout.name not in (None, source.scheme.layout):
         kind = kind_of_file(layout, {name: scale.kind for name, scale in source.scales.items()})
         scheme = layout.scheme(kind, source.scheme.static)
         two_dim = [name for name in base.names if name not in source.scales and len(stored[name].shape) == 2]
         plain = [name.removesuffix(".weight") for name in two_dim if name.endswith(".weight")]
         check_plain(layout, plain, list(source.scales))
-        config = {**config, "quantization_config": quantization_config(layout, scheme, plain)}
+        config = {**config, "quantization_config": layout.config(scheme, plain)}
         left_out, caches = sorted([*left_out, *caches]), []
     if left_out:
         warnings.warn(
@@ -199,7 +186,7 @@ def written_back(base: Base, layout: Layout, dtype: torch.dtype | None) -> tuple
                 for user in (name, *(twin for twin, of in source.twins.items() if of == name)):
                     of_input = source.inputs.get(source.scheme.input_of(user))
                     weight = Quantized(tensors[name], scale.values, of_input)
-                    tensors |= tensors_of(layout, scheme, user, weight) if scheme else _as_read(source, user, weight)
+                    tensors |= layout.tensors(scheme, user, weight) if scheme else _as_read(source, user, weight)
         # the exact scales of an export, which belong to its codes
         is_same = scheme is None and source.exact and not base.rounded
         return tensors, to_metadata(source.exact) if is_same else {"format": "pt"}
