@@ -33,7 +33,7 @@ from lightning_fp8.export.checks import (
     refuse,
 )
 from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
-from lightning_fp8.export.layouts.base import Scheme
+from lightning_fp8.export.layouts.base import Scheme, kind_of
 from lightning_fp8.export.layouts.registry import config_read, scheme_of
 from lightning_fp8.export.names import placed
 from lightning_fp8.export.shards import Shards
@@ -104,7 +104,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     After an error the model is as it was.
     """
     folder = Path(path)
-    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
+    own = state_tensors(model, on_meta=True)
     source = _read(folder, model, own)
     file = source.path
     targets = source.placed.by_target.items()
@@ -190,7 +190,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     refuse(file, misfits_of_scales(numbers, scheme.in_e8m0))
     scales = {}
     for name in in_fp8:
-        kind = scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape)
+        kind = kind_of(scheme.kinds, stored[name].shape, stored[scheme.scale_of(name)].shape)
         if kind is not None:
             scales[name] = Scale.of(kind, stored[name].shape, read[scheme.scale_of(name)])
     refuse(file, misfits_of_pairs(scheme, [*in_fp8, *twins], numbers))

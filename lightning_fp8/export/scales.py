@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.export.layouts.base import Kind, Quantized, Scheme, WritableLayout
+from lightning_fp8.export.layouts.base import Kind, Quantized, WritableLayout, kind_of
 from lightning_fp8.export.layouts.registry import those_with
 from lightning_fp8.export.tensors import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter, is_held
@@ -63,7 +63,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         kind: Kind = "group" if recipe.current.in_e8m0 else "block" if recipe.current.blocks else "tensor"
         has_scale = kind == "tensor"
         if is_held(weight):
-            kind = kind_of(weight)
+            kind = kind_of_held(weight)
             has_scale = kind == "tensor" and weight.content.largest is not None
         # readers scale inputs by their own values where the scales of weights are for blocks
         of_input = _input_scale(gemm) if is_static and kind not in ("block", "group") else None
@@ -83,13 +83,13 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     return plans
 
 
-def kind_of(weight: Fp8Parameter) -> Kind:
+def kind_of_held(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
     if weight.content.scale_inv.dtype == torch.uint8:
         return "group"
-    shapes = (tuple(tensor.shape) for tensor in (weight.content.payload, weight.content.scale_inv))
     # one of these fits: a weight is not made with other scales
-    return Scheme(None, ("block", "row", "tensor")).kind_of(*shapes) or "tensor"
+    kinds: tuple[Kind, ...] = ("block", "row", "tensor")
+    return kind_of(kinds, tuple(weight.content.payload.shape), tuple(weight.content.scale_inv.shape)) or "tensor"
 
 
 def as_stored(content: Content) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def _have_static_scales(gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]
 
 
 def _is_in_blocks(weight: Tensor) -> bool:
-    return is_held(weight) and kind_of(weight) in ("block", "group")
+    return is_held(weight) and kind_of_held(weight) in ("block", "group")
 
 
 def _input_scale(gemm: Gemm) -> Tensor:

@@ -85,14 +85,14 @@ def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
     }
 
 
-def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[str, Tensor]]:
-    """Key and tensor of each entry of the model's ``state_dict``, by the plain name.
+def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, Tensor]:
+    """The entries of the model's ``state_dict`` by their plain names.
 
     Raises:
         TypeError: if an entry is not a tensor, or is a sharded one.
         ValueError: if an entry has no values (``meta`` device), unless ``on_meta``.
     """
-    entries: dict[str, tuple[str, Tensor]] = {}
+    entries: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         name = plain_path(key)
         if not isinstance(tensor, Tensor):
@@ -109,7 +109,7 @@ def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[st
             raise ValueError(
                 f"{name} is on the meta device and has no values. Call `model.to_empty(device=...)` first."
             )
-        entries[name] = key, tensor
+        entries[name] = tensor
     return entries
 
 

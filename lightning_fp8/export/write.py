@@ -123,7 +123,7 @@ def _made(
     model: nn.Module, layout: WritableLayout, dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """The tensors, the metadata and the config of a model whose weights were not read from a checkpoint."""
-    own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
+    own = state_tensors(model)
     plain = output_embedding(model)
     plans = in_whole_blocks(scales_to_write(model, own), own, plain, layout)
     kind = kind_of_file(layout, {name: plan.kind for name, plan in plans.items() if plan is not None})

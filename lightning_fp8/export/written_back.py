@@ -6,6 +6,7 @@ The names are those of the files, also where transformers merges their tensors i
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.export.fill import Source
-from lightning_fp8.export.layouts.base import Quantized, WritableLayout
+from lightning_fp8.export.layouts.base import Quantized, WritableLayout, grid_of
 from lightning_fp8.export.layouts.registry import check_plain, kind_of_file
 from lightning_fp8.export.names import Piece
 from lightning_fp8.export.scales import as_stored, check_finite
@@ -46,7 +47,7 @@ class Base:
     def __init__(self, model: nn.Module, source: Source) -> None:
         self.source = source
         self.rounded: dict[str, str] = {}
-        self._own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
+        self._own = state_tensors(model)
         self._narrower: Counter[str] = Counter()
         self._pieces = source.placed.by_name
         self.names = list(self._pieces)
@@ -78,11 +79,11 @@ class Base:
         if not is_held(weight) or weight.content.largest is not None:
             return None
         (payload, scale_inv), shape = as_stored(weight.content), tuple(weight.shape)
-        there, here = (
-            in_grid(index, scale.kind, size)
-            for index, size in ((piece.of, self.source.shards.stored[piece.name].shape), (piece.at, shape))
-        )
-        is_same = there is not None and here is not None and scale_inv[here].cpu().equal(scale.values[there])
+        if scale_inv.numel() != math.prod(grid_of(scale.kind, shape)):
+            return None
+        there = in_grid(piece.of, scale.kind, self.source.shards.stored[piece.name].shape)
+        here, held = in_grid(piece.at, scale.kind, shape), Scale.of(scale.kind, shape, scale_inv).values
+        is_same = there is not None and here is not None and held[here].cpu().equal(scale.values[there])
         return payload[piece.at].cpu() if is_same else None
 
     def _rounded(self, name: str, former: Scale) -> tuple[Tensor, Scale]:

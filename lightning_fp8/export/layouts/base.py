@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_fp8.ops import e8m0
@@ -34,6 +33,13 @@ from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedSc
 # a group is 32 elements of a row, and its scale a power of two in one byte
 Kind = Literal["tensor", "row", "block", "group"]
 BLOCK_SIZE = [BLOCK, BLOCK]
+# rows and columns that have one scale; None for all
+SIDES: dict[Kind, tuple[int | None, int | None]] = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "block": (BLOCK, BLOCK),
+    "group": (1, e8m0.BLOCK),
+}
 _WORDS: dict[Kind, str] = {
     "tensor": "single numbers",
     "row": "a column with a number for each row",
@@ -92,22 +98,28 @@ class Scheme:
         """Whether a tensor is a scale of a cache."""
         return self.has_cache and name.endswith(_OF_CACHES)
 
-    def kind_of(self, weight: tuple[int, ...], scale: tuple[int, ...]) -> Kind | None:
-        """The kind of a scale of this shape for a weight of this shape; None if it is of none of the kinds.
 
-        >>> Scheme(None, ("row", "block")).kind_of((300, 200), (3, 2))
-        'block'
-        """
-        if len(weight) < 2:
-            return None
-        *experts, rows, columns = weight
-        fitting: dict[Kind, list[tuple[int, ...]]] = {
-            "tensor": [tuple(experts), (*experts, 1), (*experts, 1, 1)],
-            "row": [(*experts, rows, 1)],
-            "block": [(*experts, -(-rows // BLOCK), -(-columns // BLOCK))],
-            "group": [(*experts, rows, -(-columns // e8m0.BLOCK))],
-        }
-        return next((kind for kind in self.kinds if scale in fitting[kind]), None)
+def grid_of(kind: Kind, weight: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape ``[E, rows, columns]`` of the scales of a weight ``[E, N, K]``.
+
+    >>> grid_of("block", (300, 200)), grid_of("tensor", (8, 300, 200))
+    ((3, 2), (8, 1, 1))
+    """
+    sizes = zip(weight[-2:], SIDES[kind])
+    return (*weight[:-2], *(1 if side is None else -(-size // side) for size, side in sizes))
+
+
+def kind_of(kinds: Collection[Kind], weight: tuple[int, ...], scale: tuple[int, ...]) -> Kind | None:
+    """The kind of a scale of this shape for a weight of this shape; None if it is of none of the kinds.
+
+    >>> kind_of(("row", "block"), (300, 200), (3, 2))
+    'block'
+    """
+    if len(weight) < 2:
+        return None
+    experts = weight[:-2]
+    in_short = {"tensor": ((*experts, 1), experts)}
+    return next((kind for kind in kinds if scale in (grid_of(kind, weight), *in_short.get(kind, ()))), None)
 
 
 @dataclass(frozen=True)
@@ -211,15 +223,13 @@ class WritableLayout(Layout):
 
     def tensors(self, scheme: Scheme, name: str, weight: Quantized) -> dict[str, Tensor]:
         """The scales of a weight by their names in the file."""
-        scale, (kind,) = weight.scale_inv, scheme.kinds
-        *experts, rows, columns = weight.codes.shape
+        (kind,), shape = scheme.kinds, tuple(weight.codes.shape)
         if kind == "tensor":
-            scale = scale.reshape((*experts, *self.single))
-        elif scale.shape == torch.Size(experts):
-            grid = (rows, 1) if kind == "row" else (-(-rows // BLOCK), -(-columns // BLOCK))
-            scale = scale[..., None, None].expand(*experts, *grid)
+            scale = weight.scale_inv.reshape((*shape[:-2], *self.single))
+        else:
+            scale = weight.scale_inv.expand(grid_of(kind, shape))
         # a weight with several names has them once for each, and safetensors refuses tensors in the same memory
-        tensors = {scheme.scale_of(name): scale.clone(memory_format=torch.contiguous_format)}
+        tensors = {scheme.scale_of(name): scale.contiguous().clone()}
         if scheme.static and weight.input_scale_inv is not None:
             tensors[scheme.input_of(name)] = weight.input_scale_inv.reshape(self.single)
         return tensors

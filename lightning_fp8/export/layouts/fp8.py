@@ -1,13 +1,13 @@
 """``quant_method: fp8``: as vLLM reads it, and as transformers does and DeepSeek-V3 and Qwen3 are published.
 
-================  ======  ============================  ==========================  ==========================
-layout            kind    scale of ``<layer>.weight``   static scale of its input   layers without scale
-================  ======  ============================  ==========================  ==========================
-None              tensor  ``<layer>.weight_scale``      ``<layer>.input_scale``     ``ignored_layers``
-None              block   ``<layer>.weight_scale_inv``                              ``ignored_layers``
-``hf-fp8``        tensor  ``<layer>.weight_scale_inv``  ``<layer>.activation_scale``  ``modules_to_not_convert``
-``hf-fp8``        block   ``<layer>.weight_scale_inv``                              ``modules_to_not_convert``
-================  ======  ============================  ==========================  ==========================
+==========  ======  ============================  ============================  ==========================
+layout      kind    scale of ``<layer>.weight``   static scale of its input     layers without scale
+==========  ======  ============================  ============================  ==========================
+None        tensor  ``<layer>.weight_scale``      ``<layer>.input_scale``       ``ignored_layers``
+None        block   ``<layer>.weight_scale_inv``                                ``ignored_layers``
+``hf-fp8``  tensor  ``<layer>.weight_scale_inv``  ``<layer>.activation_scale``  ``modules_to_not_convert``
+``hf-fp8``  block   ``<layer>.weight_scale_inv``                                ``modules_to_not_convert``
+==========  ======  ============================  ============================  ==========================
 
 ``Conv1D`` keeps its ``[K, N]``, as vLLM's GPT-2 expects, and the projection ``in_proj`` of an attention has the scales
 ``in_proj_weight_scale`` and ``in_proj_input_scale``.
