@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_fp8.conversion.candidates import gemm_weights
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.export.fill import Source, assembled
-from lightning_fp8.export.layout import SCALE_RULE, Scales, joined, listed, memory_of, weight_name
+from lightning_fp8.export.layouts.base import Scheme, kind_of
 from lightning_fp8.export.names import Placed
-from lightning_fp8.export.scheme import Scheme
 from lightning_fp8.export.shards import Stored
+from lightning_fp8.export.tensors import SCALE_RULE, Scales, joined, listed, memory_of, weight_name
 from lightning_fp8.export.values import NAN_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
@@ -57,7 +57,7 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping
             _described(scheme.scale_of(name), stored)
             for name, shape in in_fp8.items()
             if not _is_scale(stored, scheme.scale_of(name), scheme)
-            or scheme.kind_of(shape, stored[scheme.scale_of(name)].shape) is None
+            or kind_of(scheme.kinds, shape, stored[scheme.scale_of(name)].shape) is None
         ),
     )
     if scheme.static:

@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.layout import Scales, amax_of_scale, listed, state_tensors
+from lightning_fp8.export.layouts.base import Scheme
 from lightning_fp8.export.names import Placed
-from lightning_fp8.export.scheme import Scheme
 from lightning_fp8.export.shards import Shards
+from lightning_fp8.export.tensors import Scales, amax_of_scale, listed, state_tensors
 from lightning_fp8.export.values import Scale, scale_of_pieces
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
@@ -33,6 +33,7 @@ class Source:
 
     Attributes:
         shards: its files.
+        config: the content of ``config.json``, with its ``quantization_config``.
         scheme: how its weights are quantized.
         placed: where its tensors are in the model.
         scales: of its FP8 weights, by name.
@@ -43,6 +44,7 @@ class Source:
     """
 
     shards: Shards
+    config: Mapping[str, Any]
     scheme: Scheme
     placed: Placed
     scales: Mapping[str, Scale]
@@ -90,8 +92,8 @@ def assembled(source: Source, target: str, like: Tensor) -> Tensor:
 def without_memory(model: nn.Module, names: Collection[str]) -> dict[str, torch.device]:
     """Put parameters that only one module holds on the meta device; returns where these were, by name."""
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items() if name in names}
-    alone = {name: tensor for name, tensor in own.items() if uses[id(tensor)] == 1}
+    own = state_tensors(model, on_meta=True)
+    alone = {name: own[name] for name in names if name in own and uses[id(own[name])] == 1}
     new: dict[int, Tensor] = {}
     for tensor in alone.values():
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -140,7 +142,7 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
 
 def _with_memory(model: nn.Module, kept: Collection[str], devices: Mapping[str, torch.device]) -> dict[str, Tensor]:
     """The model's tensors by name; those on the meta device get memory, except those to be ``kept`` in FP8 only."""
-    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
+    own = state_tensors(model, on_meta=True)
     new: dict[int, Tensor] = {}
     for name, tensor in own.items():
         if tensor.is_meta and name not in kept and id(tensor) not in new:
@@ -160,7 +162,8 @@ def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: lis
     scale = cast(Scale, source.scale_of(target))
     # in which it was stored, in order to be written as it was
     dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
-    first, scale_inv = gemms[0], scale.values.to(codes.device, dtype)
+    values = scale.values[..., 0, 0] if scale.kind == "tensor" else scale.values
+    first, scale_inv = gemms[0], values.to(codes.device, dtype)
     if first.k_by_n:
         codes, scale_inv = codes.mT, scale_inv.mT if scale_inv.dim() > 1 else scale_inv
     weight = from_codes(codes, scale_inv, former.dtype, first.weight_name, first.k_by_n, E4M3)

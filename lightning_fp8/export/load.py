@@ -33,10 +33,11 @@ from lightning_fp8.export.checks import (
     refuse,
 )
 from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
-from lightning_fp8.export.layout import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
+from lightning_fp8.export.layouts.base import Scheme, kind_of
+from lightning_fp8.export.layouts.registry import config_read, scheme_of
 from lightning_fp8.export.names import placed
-from lightning_fp8.export.scheme import Scheme, scheme_of
 from lightning_fp8.export.shards import Shards
+from lightning_fp8.export.tensors import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
 from lightning_fp8.export.values import LARGEST_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters
@@ -58,7 +59,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     """Load FP8 weights into a model of the same architecture: an export, or a checkpoint that others publish.
 
     The folder has a ``config.json`` and either ``model.safetensors`` or several such files with their index.
-    :mod:`lightning_fp8.export.scheme` lists the quantizations that are read: one scale for each tensor, row, or block
+    :mod:`lightning_fp8.export.layouts` has the quantizations that are read: one scale for each tensor, row, or block
     of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. The layers
     whose weights are FP8 in the file are converted, and only these. Tensors are read one by one, so a model on the meta
     device takes no memory but its own.
@@ -103,7 +104,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     After an error the model is as it was.
     """
     folder = Path(path)
-    own = {name: tensor for name, (_, tensor) in state_tensors(model, on_meta=True).items()}
+    own = state_tensors(model, on_meta=True)
     source = _read(folder, model, own)
     file = source.path
     targets = source.placed.by_target.items()
@@ -161,10 +162,11 @@ def source_of(model: nn.Module) -> Source | None:
 def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     """All that is known without reading weights, checked."""
     # first, so that a folder without a model is named as such
-    scheme_of(folder, ())
+    config_file, config = config_read(folder)
+    scheme_of(config_file, config["quantization_config"], ())
     shards = Shards(folder)
     stored, file = shards.stored, shards.path
-    scheme = scheme_of(folder, stored)
+    scheme = scheme_of(config_file, config["quantization_config"], stored)
     in_fp8 = [name for name, entry in stored.items() if entry.dtype == E4M3.dtype]
     twins = {
         twin: name
@@ -188,7 +190,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
     refuse(file, misfits_of_scales(numbers, scheme.in_e8m0))
     scales = {}
     for name in in_fp8:
-        kind = scheme.kind_of(stored[name].shape, stored[scheme.scale_of(name)].shape)
+        kind = kind_of(scheme.kinds, stored[name].shape, stored[scheme.scale_of(name)].shape)
         if kind is not None:
             scales[name] = Scale.of(kind, stored[name].shape, read[scheme.scale_of(name)])
     refuse(file, misfits_of_pairs(scheme, [*in_fp8, *twins], numbers))
@@ -200,7 +202,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
         model, {name: tuple(tensor.shape) for name, tensor in own.items()}, {name: stored[name].shape for name in names}
     )
     refuse(file, misfits_of_names(placement, own, stored))
-    return Source(shards, scheme, placement, scales, {name: read[name] for name in apart}, exact, twins)
+    return Source(shards, config, scheme, placement, scales, {name: read[name] for name in apart}, exact, twins)
 
 
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.export.layout import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
-from lightning_fp8.export.published import COMPRESSED_TENSORS, Layout, Quantized
-from lightning_fp8.export.scheme import Kind, Scheme
+from lightning_fp8.export.layouts.base import Kind, Quantized, WritableLayout, kind_of
+from lightning_fp8.export.layouts.registry import those_with
+from lightning_fp8.export.tensors import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter, is_held
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
@@ -63,7 +63,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         kind: Kind = "group" if recipe.current.in_e8m0 else "block" if recipe.current.blocks else "tensor"
         has_scale = kind == "tensor"
         if is_held(weight):
-            kind = kind_of(weight)
+            kind = kind_of_held(weight)
             has_scale = kind == "tensor" and weight.content.largest is not None
         # readers scale inputs by their own values where the scales of weights are for blocks
         of_input = _input_scale(gemm) if is_static and kind not in ("block", "group") else None
@@ -83,13 +83,13 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     return plans
 
 
-def kind_of(weight: Fp8Parameter) -> Kind:
+def kind_of_held(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
     if weight.content.scale_inv.dtype == torch.uint8:
         return "group"
-    shapes = (tuple(tensor.shape) for tensor in (weight.content.payload, weight.content.scale_inv))
     # one of these fits: a weight is not made with other scales
-    return Scheme(("block", "row", "tensor")).kind_of(*shapes) or "tensor"
+    kinds: tuple[Kind, ...] = ("block", "row", "tensor")
+    return kind_of(kinds, tuple(weight.content.payload.shape), tuple(weight.content.scale_inv.shape)) or "tensor"
 
 
 def as_stored(content: Content) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def in_whole_blocks(
-    plans: dict[str, Plan | None], tensors: Mapping[str, Tensor], plain: Collection[str], layout: Layout
+    plans: dict[str, Plan | None], tensors: Mapping[str, Tensor], plain: Collection[str], layout: WritableLayout
 ) -> dict[str, Plan | None]:
     """Leave out weights with incomplete blocks, or groups: readers may compute their size from the number of scales.
 
@@ -147,7 +147,7 @@ def in_whole_blocks(
         return plans
     block = f"{e8m0.BLOCK} elements of a row" if groups else f"a block of {BLOCK} x {BLOCK}"
     rule = f"a scale is for {block} of a weight, and these weights have incomplete ones"
-    remedy = "" if groups else f" `layout={COMPRESSED_TENSORS!r}` writes them in FP8."
+    remedy = "" if groups else f" {those_with(lambda other: other.ragged)} writes them in FP8."
     shapes = listed([f"{name} {tuple(tensors[name].shape)}" for name in left])
     plans = {**plans, **dict.fromkeys(left)}
     if not any(plan is not None for name, plan in plans.items() if name not in plain):
@@ -163,7 +163,7 @@ def in_whole_blocks(
     return plans
 
 
-def check_linear(model: nn.Module, names: Collection[str], layout: Layout) -> None:
+def check_linear(model: nn.Module, names: Collection[str], layout: WritableLayout) -> None:
     """ValueError for weights in FP8 that the layout's readers would not look for: those of other layers than linear."""
     linear = {
         joined(plain_path(path), "weight")
@@ -225,7 +225,7 @@ def _have_static_scales(gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]
 
 
 def _is_in_blocks(weight: Tensor) -> bool:
-    return is_held(weight) and kind_of(weight) in ("block", "group")
+    return is_held(weight) and kind_of_held(weight) in ("block", "group")
 
 
 def _input_scale(gemm: Gemm) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.export.layout import CONFIG_FILE, WEIGHTS_FILE, import_safetensors, listed, printable
+from lightning_fp8.export.tensors import WEIGHTS_FILE, import_safetensors, listed, printable
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
-MODELOPT_FILE = "hf_quant_config.json"
 # the length of the longest header that safetensors reads
 _LARGEST_JSON = 100_000_000
 _AT_ONCE = 2**25
@@ -55,8 +54,6 @@ class Shards:
     Attributes:
         stored: by name, what the headers say, file by file.
         metadata: by file, the metadata of its header.
-        headers: by file, its header as bytes, with the length before it.
-        texts: by name, the content of the other files, such as the config.
         path: for messages, the only file, or the index.
 
     Raises:
@@ -67,7 +64,6 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.stored: dict[str, Stored] = {}
         self.metadata: dict[Path, dict[str, str]] = {}
-        self.headers: dict[Path, bytes] = {}
         index = read_json(folder, INDEX_FILE)
         has_both = index is not None and (folder / WEIGHTS_FILE).is_file()
         if has_both:
@@ -81,8 +77,6 @@ class Shards:
             self._add(checked_file(folder, file, self.path))
         if index is not None:
             self._check_index(files)
-        texts = (folder / name for name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE))
-        self.texts = {file.name: file.read_bytes() for file in texts if file.is_file()}
 
     def _add(self, file: Path) -> None:
         safetensors = import_safetensors()
@@ -97,7 +91,6 @@ class Shards:
                 self.metadata[file] = opened.metadata() or {}
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 entries = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()}
-            self.headers[file] = header_of(file)
         except (safetensors.SafetensorError, OSError) as error:
             raise _damaged(file, error) from error
         unknown = (f"{name} ({printable(kind)})" for name, (kind, _) in entries.items() if kind not in _DTYPES)
@@ -145,13 +138,6 @@ class Shards:
                             yield name, opened.get_tensor(name)
                 except (safetensors.SafetensorError, OSError) as error:
                     raise _damaged(file, error) from error
-
-
-def header_of(file: Path) -> bytes:
-    """The header of a safetensors file as bytes, with the length before it."""
-    with file.open("rb") as opened:
-        length = opened.read(8)
-        return length + opened.read(int.from_bytes(length, "little"))
 
 
 def read_json(folder: Path, name: str) -> Any:

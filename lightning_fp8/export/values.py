@@ -1,7 +1,7 @@
 """Codes and their scales: values, the scales of parts of a weight, and the largest codes.
 
-``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E]``, ``[E, N, 1]``,
-``[E, ceil(N / 128), ceil(K / 128)] float32``, a multiplier of codes, or in E8M0 ``[E, N, ceil(K / 32)] uint8``.
+``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E, rows, columns]``, see
+:func:`~lightning_fp8.export.layouts.base.grid_of`: multipliers of codes in ``float32``, or in E8M0 ``uint8``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fp8.export.layouts.base import SIDES, Kind, grid_of
 from lightning_fp8.export.names import Index, Piece, Shape
-from lightning_fp8.export.scheme import Kind
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import BLOCK, by_element, power_of_2, scale_of_current
+from lightning_fp8.ops.amaxes import by_element, power_of_2, scale_of_current
 from lightning_fp8.ops.formats import E4M3
 
 # with which the smallest code is a normal number in bf16
@@ -36,9 +36,7 @@ class Scale(NamedTuple):
     @staticmethod
     def of(kind: Kind, weight: Shape, stored: Tensor) -> Scale:
         """A scale as a file has it, for a weight of this shape."""
-        if kind == "group":
-            return Scale(kind, stored)
-        return Scale(kind, stored.to(torch.float32).reshape(weight[:-2] if kind == "tensor" else stored.shape))
+        return Scale(kind, (stored if kind == "group" else stored.to(torch.float32)).reshape(grid_of(kind, weight)))
 
     @property
     def numbers(self) -> Tensor:
@@ -50,15 +48,10 @@ class Scale(NamedTuple):
         """Whether all numbers are powers of two."""
         return bool((self.numbers.frexp().mantissa == 0.5).all())
 
-    def _by_element(self, codes: Tensor) -> Tensor:
-        if self.kind == "group":
-            return self.numbers.repeat_interleave(e8m0.BLOCK, -1)[..., : codes.shape[-1]]
-        return by_element(self.values[..., None, None] if self.kind == "tensor" else self.values, codes)
-
     def dequantized(self, codes: Tensor, amax: Tensor | None = None) -> Tensor:
         """``code * scale`` in fp32. If an amax is given, it takes the place of the value of the largest code."""
         numbers = codes.float()
-        values = numbers * self._by_element(codes)
+        values = numbers * by_element(self.values, codes)
         return values if amax is None else torch.where(numbers.abs() == E4M3.max, numbers.sign() * amax, values)
 
     def is_kept_in(self, dtype: torch.dtype) -> bool:
@@ -72,19 +65,19 @@ class Scale(NamedTuple):
 
     def codes(self, values: Tensor) -> Tensor:
         """Values of any dtype divided by the scale and rounded to ``float8_e4m3fn``."""
-        return (values.float() / self._by_element(values)).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
+        return (values.float() / by_element(self.values, values)).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
 
     def largest_codes(self, codes: Tensor) -> Tensor:
         """The largest code, ``uint8`` without sign, for each number of the scale; :data:`NAN_CODE` if any is NaN."""
-        magnitudes = codes.view(torch.uint8) & _MAGNITUDE
-        if self.kind == "group":
-            padded = F.pad(magnitudes, (0, -codes.shape[-1] % e8m0.BLOCK))
-            return padded.unflatten(-1, (-1, e8m0.BLOCK)).amax(-1)
-        if self.kind != "block":
-            return magnitudes.amax((-2, -1) if self.kind == "tensor" else -1, keepdim=self.kind == "row")
-        rows, columns = (-size % BLOCK for size in codes.shape[-2:])
-        padded = F.pad(magnitudes, (0, columns, 0, rows))
-        return padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).amax((-3, -1))
+        return largest_in(self.kind, codes.view(torch.uint8) & _MAGNITUDE)
+
+
+def largest_in(kind: Kind, values: Tensor) -> Tensor:
+    """The largest of nonnegative values ``[E, N, K]`` for each number of a scale, ``[E, rows, columns]``."""
+    height, width = (size if side is None else side for size, side in zip(values.shape[-2:], SIDES[kind]))
+    rows, columns = values.shape[-2:]
+    padded = F.pad(values, (0, -columns % width, 0, -rows % height))
+    return padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
 
 
 def scale_of_pieces(
@@ -101,13 +94,8 @@ def scale_of_pieces(
     kind = scales[0].kind
     if any(scale.kind != kind for scale in scales):
         return None
-    grid = {
-        "tensor": target[:-2],
-        "row": (*target[:-1], 1),
-        "block": (*target[:-2], *map(_blocks, target[-2:])),
-        "group": (*target[:-1], _blocks(target[-1], e8m0.BLOCK)),
-    }
-    values = torch.full(grid[kind], e8m0.NAN if kind == "group" else float("nan"), dtype=scales[0].values.dtype)
+    free = e8m0.NAN if kind == "group" else float("nan")
+    values = torch.full(grid_of(kind, target), free, dtype=scales[0].values.dtype)
     for piece, scale, shape in zip(pieces, scales, shapes):
         of, at = (in_grid(index, kind, size) for index, size in ((piece.of, shape), (piece.at, target)))
         if of is None or at is None:
@@ -121,24 +109,19 @@ def scale_of_pieces(
     return Scale(kind, values)
 
 
-def _blocks(size: int, of: int = BLOCK) -> int:
-    return -(-size // of)
-
-
 def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
     """The part of a scale that belongs to a part of a weight; None if it splits a block."""
-    *experts, rows, columns = index
-    if not isinstance(rows, slice) or not isinstance(columns, slice):
-        return None
-    if kind == "tensor":
-        return tuple(experts)
-    if kind == "row":
-        return (*experts, rows, slice(0, 1))
-    sides = (1, e8m0.BLOCK) if kind == "group" else (BLOCK, BLOCK)
-    ends = [*zip((rows, columns), shape[-2:], sides)]
-    if any(part.start % side or (part.stop % side and part.stop != size) for part, size, side in ends):
-        return None
-    return (*experts, *(slice(part.start // side, _blocks(part.stop, side)) for part, _, side in ends))
+    within: list[slice] = []
+    for part, size, side in zip(index[-2:], shape[-2:], SIDES[kind]):
+        if not isinstance(part, slice):
+            return None
+        if side is None:
+            within.append(slice(0, 1))
+        elif part.start % side or (part.stop % side and part.stop != size):
+            return None
+        else:
+            within.append(slice(part.start // side, -(-part.stop // side)))
+    return (*index[:-2], *within)
 
 
 def rounded(values: Tensor, former: Scale, dtype: torch.dtype) -> tuple[Tensor, Scale]:
@@ -146,16 +129,11 @@ def rounded(values: Tensor, former: Scale, dtype: torch.dtype) -> tuple[Tensor, 
 
     They are of the kind of the former ones, and powers of two if these are.
     """
-    kind, (rows, columns) = former.kind, values.shape[-2:]
-    sides = {"tensor": (rows, columns), "row": (1, columns), "block": (BLOCK, BLOCK), "group": (1, e8m0.BLOCK)}
-    height, width = sides[kind]
-    padded = F.pad(values.abs(), (0, -columns % width, 0, -rows % height))
-    amax = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
+    kind, amax = former.kind, largest_in(former.kind, values.abs())
     if kind == "group":
         scale = Scale(kind, e8m0.codes_of(amax, E4M3))
         return scale.codes(values), scale
     numbers = power_of_2(scale_of_current(amax, E4M3)).reciprocal() if former.is_power_of_2 else amax / E4M3.max
     # the scale as the file will have it; zeros may have any
-    stored = torch.where(amax > 0, numbers, 1.0).to(dtype).float()
-    scale = Scale(kind, stored.reshape(values.shape[:-2]) if kind == "tensor" else stored)
+    scale = Scale(kind, torch.where(amax > 0, numbers, 1.0).to(dtype).float())
     return scale.codes(values), scale

@@ -14,23 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.export.config import config_of, output_embedding, plain_layers
-from lightning_fp8.export.layout import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    import_safetensors,
-    memory_of,
-    state_tensors,
-    to_metadata,
-)
+from lightning_fp8.export.layouts.base import Scheme, WritableLayout
+from lightning_fp8.export.layouts.registry import check_plain, kind_of_file, layout_to_write
 from lightning_fp8.export.load import source_of
-from lightning_fp8.export.published import (
-    Layout,
-    check_plain,
-    kind_of_file,
-    layout_named,
-    quantization_config,
-    tensors_of,
-)
 from lightning_fp8.export.scales import (
     Plan,
     check_finite,
@@ -39,8 +25,16 @@ from lightning_fp8.export.scales import (
     quantized,
     scales_to_write,
 )
-from lightning_fp8.export.scheme import Scheme
-from lightning_fp8.export.written_back import Base, Write, files_of, layout_of, renamed
+from lightning_fp8.export.shards import INDEX_FILE
+from lightning_fp8.export.tensors import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    import_safetensors,
+    memory_of,
+    state_tensors,
+    to_metadata,
+)
+from lightning_fp8.export.written_back import Base, Shard, written_back
 from lightning_fp8.modules.experts import Fp8Experts
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.paths import named_modules
@@ -59,7 +53,7 @@ def export(
 ) -> Path:
     """Write a trained model with FP8 weights and their scales: ``model.safetensors`` and ``config.json``.
 
-    :mod:`lightning_fp8.export.published` describes the layouts, and :func:`lightning_fp8.load_exported` reads them. The
+    :mod:`lightning_fp8.export.layouts` has the layouts, and :func:`lightning_fp8.load_exported` reads them. The
     kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
     scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
     :class:`~lightning_fp8.BlockScaling`, one for every 32 elements of a row with :class:`~lightning_fp8.MXScaling`,
@@ -75,10 +69,10 @@ def export(
     ``"compressed-tensors"``, those with a master whose sizes are no multiples of 128 under ``BlockScaling``. vLLM fuses
     q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in FP8.
 
-    A base that ``load_exported(..., frozen=True)`` has read is written back with ``layout=None``, or with the layout
-    that it has: the same files, byte for byte, where nothing has changed. Weights that have, as by merging an adapter,
-    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. In another layout, or
-    with a ``dtype``, one file gets the same codes and scales under the checkpoint's names.
+    A base that ``load_exported(..., frozen=True)`` has read is written back under the names of its files, with their
+    codes and scales, in the layout that they have or in another. Weights that have changed, as by merging an adapter,
+    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. Tensors outside of FP8
+    are written as the model holds them; a warning counts those that have a narrower dtype than in the files.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -107,34 +101,29 @@ def export(
             or a base that has other tensors than its checkpoint; the message names them.
     """
     import_safetensors()
-    into = layout_named(layout)
+    into = layout_to_write(layout)
     if dtype is not None and dtype not in CASTABLE_DTYPES:
         choices = ", ".join(map(dtype_name, CASTABLE_DTYPES))
         raise TypeError(f"export: `dtype` must be None or one of {choices}, got {dtype!r}.")
     folder, source = Path(path), source_of(model)
     if source is None:
-        _check_folder(folder, overwrite, {WEIGHTS_FILE})
+        _check_folder(folder, overwrite, [WEIGHTS_FILE])
         tensors, metadata, config = _made(model, into, dtype)
-        _write(folder, _files(tensors, metadata, config))
+        _write(folder, {WEIGHTS_FILE: lambda: (tensors, metadata)}, config)
         return folder
     base = Base(model, source)
-    if dtype is None and into.name in (None, layout_of(source)):
-        files = files_of(base)
-        _check_folder(folder, overwrite, files)
-        _write(folder, files)
-    else:
-        _check_folder(folder, overwrite, {WEIGHTS_FILE})
-        tensors, config = renamed(base, into, dtype)
-        _write(folder, _files(tensors, {"format": "pt"}, config))
+    shards, config = written_back(base, into, dtype)
+    _check_folder(folder, overwrite, shards)
+    _write(folder, shards, config)
     base.warn()
     return folder
 
 
 def _made(
-    model: nn.Module, layout: Layout, dtype: torch.dtype | None
+    model: nn.Module, layout: WritableLayout, dtype: torch.dtype | None
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """The tensors, the metadata and the config of a model whose weights were not read from a checkpoint."""
-    own = {name: tensor for name, (_, tensor) in state_tensors(model).items()}
+    own = state_tensors(model)
     plain = output_embedding(model)
     plans = in_whole_blocks(scales_to_write(model, own), own, plain, layout)
     kind = kind_of_file(layout, {name: plan.kind for name, plan in plans.items() if plan is not None})
@@ -144,44 +133,45 @@ def _made(
     check_linear(model, in_fp8, layout)
     not_fp8 = plain_layers(model, in_fp8)
     check_plain(layout, not_fp8, in_fp8)
-    quantization = quantization_config(layout, scheme, not_fp8)
-    return tensors, _metadata(layout, plans), config_of(model, dtype, quantization)
+    return tensors, _metadata(layout, plans), config_of(model, dtype, layout.config(scheme, not_fp8))
 
 
-def _metadata(layout: Layout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
+def _metadata(layout: WritableLayout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
     """The exact scales, in the layout that has them and if each weight has one that was computed here."""
     scales = {name: None if plan is None else plan.scales for name, plan in plans.items()}
     has_all = all(plan is None or scales[name] is not None for name, plan in plans.items())
     return to_metadata(scales) if layout.name is None and has_all else {"format": "pt"}
 
 
-def _files(tensors: dict[str, Tensor], metadata: dict[str, str], config: dict[str, Any]) -> dict[str, Write]:
-    def write_weights(path: Path) -> None:
-        import_safetensors().torch.save_file(tensors, path, metadata)
-
-    def write_config(path: Path) -> None:
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-    return {WEIGHTS_FILE: write_weights, CONFIG_FILE: write_config}
-
-
-def _write(folder: Path, files: Mapping[str, Write]) -> None:
+def _write(folder: Path, shards: Mapping[str, Shard], config: Mapping[str, Any]) -> None:
     """Write all files in a temporary folder inside ``folder``, then move them to their final paths, the config last."""
+    save_file = import_safetensors().torch.save_file
     folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    total = 0
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unfinished-") as unfinished:
         staging = Path(unfinished)
-        for name, write in files.items():
-            write(staging / name)
+        for file, shard in shards.items():
+            tensors, metadata = shard()
+            save_file(tensors, staging / file, metadata)
+            weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        texts: dict[str, Any] = {CONFIG_FILE: config}
+        if [*shards] != [WEIGHTS_FILE]:
+            texts = {INDEX_FILE: {"metadata": {"total_size": total}, "weight_map": weight_map}, **texts}
+        for file, content in texts.items():
+            (staging / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # the library writes files that only the owner can read
         mode = (staging / CONFIG_FILE).stat().st_mode
         # without a config, nothing can be mistaken for a model
         (folder / CONFIG_FILE).unlink(missing_ok=True)
-        for name in (*(name for name in files if name != CONFIG_FILE), CONFIG_FILE):
-            (staging / name).chmod(mode)
-            (staging / name).replace(folder / name)
+        for file in (*shards, *texts):
+            (staging / file).chmod(mode)
+            (staging / file).replace(folder / file)
 
 
-def _check_folder(folder: Path, overwrite: bool, names: Collection[str]) -> None:
+def _check_folder(folder: Path, overwrite: bool, shards: Collection[str]) -> None:
+    names = {*shards} if [*shards] == [WEIGHTS_FILE] else {*shards, INDEX_FILE}
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"export: `path` must be a folder, and {folder} is a file.")
     other = sorted(file.name for file in folder.glob("*.safetensors*") if file.name not in names)
@@ -214,7 +204,7 @@ def _tensors(
     plans: Mapping[str, Plan | None],
     plain: set[str],
     dtype: torch.dtype | None,
-    layout: Layout,
+    layout: WritableLayout,
     scheme: Scheme,
 ) -> tuple[dict[str, Tensor], set[str]]:
     """The tensors of the file, and all names of the weights that are FP8 in it."""
@@ -233,7 +223,7 @@ def _tensors(
         in_fp8.update(names)
         for name, plan in users.items():
             weight = quantized(tensor, plan)
-            tensors[names[0]], scales = weight.codes, tensors_of(layout, scheme, name, weight)
+            tensors[names[0]], scales = weight.codes, layout.tensors(scheme, name, weight)
             for scale_name in scales:
                 if scale_name in by_name:
                     raise ValueError(f"export: the model has a tensor {scale_name!r}, a name needed for a scale.")

@@ -29,7 +29,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.export.layout import amax_of_scale, codes_of
+from lightning_fp8.export.tensors import amax_of_scale, codes_of
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.recipe import Recipe
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from documented import table_of
 from exported import quantization, refused, rewrite, tensors_of, trained
 from frozen_models import frozen_weights
 from mx_numpy import in_mx
@@ -380,3 +381,16 @@ def test_the_config_of_the_model_is_kept(tmp_path: Path) -> None:
     assert group["input_activations"] == {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True,
     }  # fmt: skip
+
+
+def test_the_pages_list_all_layouts(tmp_path: Path) -> None:
+    """The messages take them from the registry."""
+    rows = {row["layout"].strip('"') for row in table_of("docs/export.md", "layout", "read by")}
+    choices = ", ".join(map(repr, sorted(rows - {"None"}, reverse=True)))
+    with pytest.raises(ValueError, match=rf"`layout` must be one of {choices}, got 'other'"):
+        export(nn.Linear(16, 16), tmp_path / "out", layout="other")
+    methods = [row["quant_method"].split()[0].strip(",") for row in table_of("docs/fp8-checkpoints.md", "quant_method")]
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
+    choices = " or ".join(map(repr, dict.fromkeys(methods)))
+    with pytest.raises(ValueError, match=rf"must have quant_method={choices}, got 'other'"):
+        load_exported(nn.Linear(16, 16), tmp_path)

@@ -1,8 +1,11 @@
-"""A base in FP8 is written as it was read: the same files, byte for byte, or the same codes under other names."""
+"""A base in FP8 is written with the names, codes and scales that it was read with, or the same under other names."""
 
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+import warnings
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -11,17 +14,49 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from exported import quantization, tensors_of
+from exported import metadata_of, quantization, tensors_of, trained
 from fp8_bases import KINDS, STRATEGIES, llama, values, write_base
-from fp8_checkpoints import HF_FP8, cast, in_mxfp8, model_of, published, quantized, write
+from fp8_checkpoints import HF_FP8, MODELOPT, cast, compressed_tensors, in_mxfp8, model_of, published, quantized, write
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, export, load_exported
 from lightning_fp8.modules.fp8_parameter import from_codes
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+def config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
+
+
+def all_of(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all files, which are those that the index names."""
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        places = json.loads(index.read_text())["weight_map"]
+        assert places == {name: file.name for file in files for name in load_file(file)}
+    else:
+        assert [file.name for file in files] == ["model.safetensors"]
+    return tensors
+
+
+def differences(read: Path, written: Path) -> list[str]:
+    """Names of tensors that only one folder has, or that differ in dtype, shape or any bit."""
+    first, second = all_of(read), all_of(written)
+    return [
+        name
+        for name in sorted({*first, *second})
+        if name not in first
+        or name not in second
+        or (first[name].dtype, first[name].shape) != (second[name].dtype, second[name].shape)
+        or not first[name].reshape(-1).view(torch.uint8).equal(second[name].reshape(-1).view(torch.uint8))
+    ]
+
+
+def check_same(read: Path, written: Path) -> None:
+    assert differences(read, written) == []
+    assert config_of(written) == config_of(read)
 
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -42,18 +77,88 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_unchanged_base_is_written_byte_for_byte(case: str, tmp_path: Path) -> None:
+def test_an_unchanged_base_keeps_names_codes_and_scales(case: str, tmp_path: Path) -> None:
     write_base(tmp_path / "read", **CASES[case])
     model = load_exported(llama(), tmp_path / "read", frozen=True)
     with torch.no_grad():
         model(torch.arange(6).view(1, 6))
     assert export(model, tmp_path / "written") == tmp_path / "written"
-    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    check_same(tmp_path / "read", tmp_path / "written")
     # into its own folder, and by the name of its layout
-    layout = "hf-fp8" if 'quant_method": "fp8' in (tmp_path / "read/config.json").read_text() else "compressed-tensors"
-    expected = files_in(tmp_path / "read")
+    layout = "hf-fp8" if quantization(tmp_path / "read")["quant_method"] == "fp8" else "compressed-tensors"
     export(model, tmp_path / "read", layout=layout, overwrite=True)
-    assert files_in(tmp_path / "read") == expected
+    check_same(tmp_path / "read", tmp_path / "written")
+
+
+def test_an_unchanged_base_in_the_layout_of_modelopt(tmp_path: Path) -> None:
+    """Also where a file of its own has the config."""
+    tensors = quantized(llama().state_dict(), "tensor", "weight_scale", "input_scale").tensors
+    cache = {"model.layers.0.self_attn.k_proj.k_scale": torch.tensor(1.0)}
+    write(tmp_path / "read", {**tensors, **cache}, {**MODELOPT, "kv_cache_quant_algo": "FP8"}, llama())
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    export(model, tmp_path / "written")
+    check_same(tmp_path / "read", tmp_path / "written")
+    config = config_of(tmp_path / "read")
+    (tmp_path / "read/hf_quant_config.json").write_text(json.dumps({"quantization": config["quantization_config"]}))
+    (tmp_path / "read/config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    export(load_exported(llama(), tmp_path / "read", frozen=True), tmp_path / "again")
+    check_same(tmp_path / "written", tmp_path / "again")
+    with pytest.warns(UserWarning, match=r"left out: model\.layers\.0\.self_attn\.k_proj\.k_scale"):
+        export(model, tmp_path / "ct", layout="compressed-tensors")
+
+
+def test_an_export_that_is_read_and_written_back_keeps_its_exact_scales(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 64)
+    model = trained(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), lambda model: model(x))
+    export(model, tmp_path / "read")
+    base = load_exported(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), tmp_path / "read", frozen=True)
+    export(base, tmp_path / "written")
+    check_same(tmp_path / "read", tmp_path / "written")
+    assert metadata_of(tmp_path / "written") == metadata_of(tmp_path / "read")
+    with torch.no_grad():
+        base[0].weight.data *= 1.3
+    with pytest.warns(UserWarning, match="1 tensors have changed since"):
+        export(base, tmp_path / "changed")
+    # the scales in the metadata would be those of the former codes
+    again = load_exported(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), tmp_path / "changed")
+    assert torch.allclose(again[0].weight, base[0].weight.dequantized(), rtol=2**-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", [None, "compressed-tensors"])
+def test_tensors_outside_of_fp8_are_written_as_the_model_holds_them(layout: str | None, tmp_path: Path) -> None:
+    tensors = dict(quantized(llama().state_dict(), "row", "weight_scale").tensors)
+    wider = {name: tensor.float() * 1.001 for name, tensor in tensors.items() if "norm" in name}
+    half = {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].half()}
+    write(tmp_path / "read", {**tensors, **wider, **half}, compressed_tensors("channel", True), llama())
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    said = rf"{len(wider) + 1} tensors are narrower now .*: 1 from float16 to bfloat16, {len(wider)} from float32 to"
+    with pytest.warns(UserWarning, match=said) as warned:
+        export(model, tmp_path / "written", layout=layout)
+    assert len([one for one in warned if "export:" in str(one.message)]) == 1
+    saved = all_of(tmp_path / "written")
+    assert differences(tmp_path / "read", tmp_path / "written") == sorted({*wider, *half})
+    assert all(saved[name].equal(wider[name].bfloat16()) for name in wider)
+    # a model with the files' dtypes, or wider ones, keeps all bits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(load_exported(llama(torch.float32), tmp_path / "read", frozen=True), tmp_path / "wide", layout=layout)
+    saved = all_of(tmp_path / "wide")
+    assert all(saved[name].equal(wider[name]) for name in wider)
+    assert saved["lm_head.weight"].equal(tensors["lm_head.weight"].float())
+
+
+def test_dtype_is_that_of_tensors_outside_of_fp8(tmp_path: Path) -> None:
+    write_base(tmp_path / "read", "row", shards=2)
+    model = load_exported(llama(), tmp_path / "read", frozen=True)
+    export(model, tmp_path / "written", dtype=torch.float32)
+    read, saved = all_of(tmp_path / "read"), all_of(tmp_path / "written")
+    assert differences(tmp_path / "read", tmp_path / "written") == sorted(
+        name for name in read if name.endswith("weight") and "_proj" not in name
+    )
+    assert all(saved[name].float().equal(tensor.float()) for name, tensor in read.items())
+    assert saved["lm_head.weight"].dtype == torch.float32
+    assert config_of(tmp_path / "written") == {**config_of(tmp_path / "read"), "dtype": "float32"}
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()])
@@ -65,7 +170,7 @@ def test_after_training_with_any_recipe(kind: str, recipe: Any, tmp_path: Path) 
     embeddings = model.get_input_embeddings()(torch.arange(6).view(1, 6)).requires_grad_()
     model(inputs_embeds=embeddings).logits.square().mean().backward()
     export(model, tmp_path / "written")
-    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    check_same(tmp_path / "read", tmp_path / "written")
 
 
 @pytest.mark.parametrize("to", ["hf-fp8", "compressed-tensors"])
@@ -120,16 +225,9 @@ def test_what_has_changed_is_rounded_again_and_named(kind: str, scale_dtype: tor
     merged = weight.dequantized().float()
     with pytest.warns(UserWarning, match=rf"1 tensors have changed since .*: {DOWN} \(relative RMS error 2\.\d+%\)"):
         export(model, tmp_path / "written")
-    read, written = (
-        {file.name: load_file(file) for file in folder.glob("*.safetensors")}
-        for folder in (tmp_path / "read", tmp_path / "written")
-    )
     suffix = "_scale_inv" if kind == "block" else "_scale"
-    for file, tensors in read.items():
-        for name, tensor in tensors.items():
-            is_same = tensor.float().equal(written[file][name].float())
-            assert is_same == (name not in (DOWN, DOWN + suffix))
-    tensors = {name: one for file in written.values() for name, one in file.items()}
+    assert differences(tmp_path / "read", tmp_path / "written") == [DOWN, DOWN + suffix]
+    tensors = all_of(tmp_path / "written")
     found = values(tensors[DOWN], tensors[DOWN + suffix])
     assert (found - merged).norm() < 0.03 * merged.norm()
     # the nearest codes for the scales as the file has them
@@ -211,11 +309,11 @@ def base_of(name: str, folder: Path, shards: int = 2, kind: str = "block") -> An
 def test_experts_are_written_under_the_names_of_the_files(name: str, tmp_path: Path) -> None:
     model = base_of(name, tmp_path / "read")
     export(model, tmp_path / "written")
-    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    check_same(tmp_path / "read", tmp_path / "written")
     # and in another layout
     export(model, tmp_path / "ct", layout="compressed-tensors")
-    read = {key: one for file in (tmp_path / "read").glob("*.safetensors") for key, one in load_file(file).items()}
-    saved = tensors_of(tmp_path / "ct")
+    read = all_of(tmp_path / "read")
+    saved = all_of(tmp_path / "ct")
     assert len(saved) == len(read)
     assert all(saved[key.replace("_scale_inv", "_scale")].float().equal(one.float()) for key, one in read.items())
     assert any(".experts.3." in key for key in saved)
@@ -231,7 +329,7 @@ def test_experts_in_mx(kind: str, tmp_path: Path) -> None:
         # a cast of the values gives the values, in bf16
         assert torch.equal(*(one(torch.arange(12).view(2, 6)).logits for one in (model, masters)))
     export(model, tmp_path / "written")
-    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    check_same(tmp_path / "read", tmp_path / "written")
 
 
 def test_one_changed_expert(tmp_path: Path) -> None:
@@ -259,24 +357,22 @@ def test_a_base_that_has_got_masters_is_not_rounded_again(kind: str, tmp_path: P
     convert(model, frozen_weights="master")
     assert type(model.get_parameter(DOWN)) is torch.nn.Parameter
     export(model, tmp_path / "written")
-    assert files_in(tmp_path / "written") == files_in(tmp_path / "read")
+    check_same(tmp_path / "read", tmp_path / "written")
 
 
-def test_tensors_that_the_model_has_no_place_for_are_copied(tmp_path: Path) -> None:
-    """Such as the layer of DeepSeek-V3 that predicts further tokens."""
+@pytest.mark.parametrize("layout", [None, "compressed-tensors"])
+def test_tensors_that_the_model_has_no_place_for_are_left_out(layout: str | None, tmp_path: Path) -> None:
+    """Such as the layer of DeepSeek-V3 that predicts further tokens; the folder that was read is not needed."""
     tensors = quantized(published(model_of("deepseek_v3", torch.bfloat16)), "block", "weight_scale_inv").tensors
     extra = {"model.layers.61.eh_proj.weight": torch.randn(8, 8)}
     write(tmp_path / "read", {**tensors, **extra}, HF_FP8, model_of("deepseek_v3"), 2)
     model = load_exported(model_of("deepseek_v3", torch.bfloat16), tmp_path / "read", frozen=True)
-    export(model, tmp_path / "written")
-    expected = files_in(tmp_path / "read")
-    assert files_in(tmp_path / "written") == expected
+    shutil.rmtree(tmp_path / "read")
     with pytest.warns(UserWarning, match=r"has no place for are left out: model\.layers\.61\.eh_proj\.weight"):
-        export(model, tmp_path / "ct", layout="compressed-tensors")
-    for file in (tmp_path / "read").glob("*.safetensors"):
-        file.unlink()
-    with pytest.raises(ValueError, match=r"not there any more: model\.layers\.61\.eh_proj\.weight\. Put them back"):
-        export(model, tmp_path / "again")
+        export(model, tmp_path / "written", layout=layout)
+    names = {name.replace("_scale_inv", "_scale") if layout else name for name in tensors}
+    assert {*all_of(tmp_path / "written")} == names
+    load_exported(model_of("deepseek_v3", torch.bfloat16), tmp_path / "written", frozen=True)
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [("row", CurrentScaling()), ("block", DelayedScaling())])

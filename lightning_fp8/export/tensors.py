@@ -1,25 +1,4 @@
-"""The layout of exported models: files, names of tensors, and the exact scales in the metadata.
-
-For ``quant_method: fp8`` with ``activation_scheme: static`` vLLM reads one FP8 matrix and two numbers per layer:
-
-========================  =====================  ==========================================================
-``<layer>.weight``        float8_e4m3fn [N, K]   codes; the weight is ``code * weight_scale``
-``<layer>.weight_scale``  float32 []             reciprocal of the weight's scale in the state
-``<layer>.input_scale``   float32 []             the same for the input: ``code = sat(x / input_scale)``
-========================  =====================  ==========================================================
-
-Layers that keep their weights under other names follow one rule, see :func:`scale_names`; ``Conv1D`` keeps its
-``[K, N]``, as vLLM's GPT-2 expects.
-
-A model with current scaling has ``activation_scheme: dynamic`` and no ``input_scale``: readers scale an input by its
-own values.
-
-The other layouts are those of :mod:`lightning_fp8.export.published`.
-
-Sources: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py`` (``Fp8Config``, ``Fp8LinearMethod``) and
-``model_executor/parameter.py`` (``PerTensorScaleParameter``: a scale is ``[]`` or ``[1]``); neuralmagic/AutoFP8,
-``README.md``, "Checkpoint structure explanation".
-"""
+"""The tensors of a model by name, and the exact scales that an export writes into the metadata of its file."""
 
 from __future__ import annotations
 
@@ -65,17 +44,6 @@ class Scales(NamedTuple):
         return {role: scale for role, scale in self._asdict().items() if scale is not None}
 
 
-def scale_names(weight: str) -> tuple[str, str]:
-    """Names of the scales of a weight and of its input: ``_scale`` appended, ``input_scale`` in place of ``weight``.
-
-    >>> scale_names("layers.0.up.weight")
-    ('layers.0.up.weight_scale', 'layers.0.up.input_scale')
-    >>> scale_names("self_attn.in_proj_weight")
-    ('self_attn.in_proj_weight_scale', 'self_attn.in_proj_input_scale')
-    """
-    return f"{weight}_scale", f"{weight.removesuffix('weight')}input_scale"
-
-
 def weight_name(path: str, gemm: str) -> str:
     """Name of the weight of a layer's GEMM.
 
@@ -117,14 +85,14 @@ def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
     }
 
 
-def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[str, Tensor]]:
-    """Key and tensor of each entry of the model's ``state_dict``, by the plain name.
+def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, Tensor]:
+    """The entries of the model's ``state_dict`` by their plain names.
 
     Raises:
         TypeError: if an entry is not a tensor, or is a sharded one.
         ValueError: if an entry has no values (``meta`` device), unless ``on_meta``.
     """
-    entries: dict[str, tuple[str, Tensor]] = {}
+    entries: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         name = plain_path(key)
         if not isinstance(tensor, Tensor):
@@ -141,7 +109,7 @@ def state_tensors(model: nn.Module, on_meta: bool = False) -> dict[str, tuple[st
             raise ValueError(
                 f"{name} is on the meta device and has no values. Call `model.to_empty(device=...)` first."
             )
-        entries[name] = key, tensor
+        entries[name] = tensor
     return entries
 
 
