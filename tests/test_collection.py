@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import packages_distributions, requires
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -48,42 +45,9 @@ sys.exit(status)
 """
 
 
-def imports_of_tests(folder: Path) -> list[str]:
-    """Lines that import a test module or conftest, including those in scripts that tests hold as text."""
-    found = []
-    for file in sorted(folder.rglob("*.py")):
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            if re.match(r"\s*(from|import) ([\w.]+\.)?(test_\w+|conftest)\b", line):
-                found.append(f"{file.relative_to(folder)}:{number}: {line.strip()}")
-    return found
-
-
-def test_no_test_imports_another(tmp_path: Path) -> None:
-    """What tests share is in ``tests/support``; ``conftest`` has fixtures and hooks only."""
-    assert imports_of_tests(ROOT / "tests") == []
-    (tmp_path / "ops").mkdir()
-    (tmp_path / "ops" / "test_a.py").write_text("import torch\n\nfrom conftest import b\n    import test_c as c\n")
-    (tmp_path / "test_d.py").write_text("SCRIPT = (\nfrom ops.test_a import b\n)\nfrom test import support\n")
-    lines = ("ops/test_a.py:3: from conftest import b", "ops/test_a.py:4: import test_c as c")
-    assert imports_of_tests(tmp_path) == [*lines, "test_d.py:2: from ops.test_a import b"]
-
-
-def test_folders_mirror_the_package() -> None:
-    folders = {folder.name for folder in (ROOT / "tests").iterdir() if any(folder.glob("test_*.py"))}
-    packages = {file.parent.name for file in (ROOT / "lightning_fp8").glob("*/__init__.py")}
-    # the other folders: kernels are a separate package, `distributed` tests run several processes, benchmarks and docs
-    # are not in the package
-    assert folders <= packages | {"kernels", "distributed", "benchmarks", "docs"}
-
-
 def without_options() -> dict[str, str]:
     """The environment without a user's options, which would change the output."""
     return {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "tests" / "support").glob("*.py")), ids=lambda file: file.stem)
-def test_support_says_what_it_holds(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text()))
 
 
 def with_requirements(names: tuple[str, ...]) -> set[str]:
@@ -124,18 +88,3 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_harness.py", "test_ddp.py"} <= expected
     assert {*re.findall(r"^tests/(?:\w+/)?(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_what_make_test_cuda_runs_and_leaves_out(installed: bool, tmp_path: Path) -> None:
-    for name in ("python3", "compute-sanitizer") if installed else ("python3",):
-        (tmp_path / name).write_text('#!/bin/sh\necho "ran ${0##*/} $*" ${PYTORCH_NO_CUDA_MEMORY_CACHING:+uncached}\n')
-        (tmp_path / name).chmod(0o755)
-    make, environment = shutil.which("make"), {**os.environ, "PATH": str(tmp_path)}
-    ran = subprocess.run([make, "test-cuda"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    files = "tests/ops/test_cuda.py tests/ops/test_cuda_gemm.py"
-    tools = re.findall(rf"^ran compute-sanitizer --tool (\w+) .*{files}.* uncached$", ran.stdout, re.MULTILINE)
-    assert tools == (["memcheck", "synccheck", "racecheck"] if installed else [])
-    assert re.search(r"^ran python3 -m pytest -m cuda$", ran.stdout, re.MULTILINE)
-    (left_out,) = re.findall(r"^Left out.*", ran.stdout, re.MULTILINE)
-    assert ("large shapes" if installed else "memcheck, synccheck and racecheck") in left_out

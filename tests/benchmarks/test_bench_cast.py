@@ -10,12 +10,10 @@ import pytest
 import torch
 from bench_rows import written
 
-from benchmarks import baselines, cast, harness
+from benchmarks import cast, harness
 from benchmarks.cast import Tolerance, difference
-from benchmarks.harness import Run
 from benchmarks.suites import SUITES
 from lightning_fp8 import ops
-from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.ops.formats import E4M3
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -77,17 +75,6 @@ def test_a_wrong_result_is_named(wrong: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "blocks" in name or theirs.check() is None
 
 
-@pytest.mark.parametrize("part", ["payload", "transposed payload"])
-def test_a_wrong_baseline_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = ["payload", "transposed payload"].index(part)
-    monkeypatch.setattr(
-        baselines, "compiled", lambda function, device: changed(function, lambda _, made: flip(made[number]))
-    )
-    (case,) = (one for one in cast.cases(CPU) if one.name == ONE)
-    checks = {variant.name: variant.check() for variant in case.variants(CPU)}
-    assert checks == {"lightning_fp8": None, "torch": None, "torch.compile": f"another {part}", "copy": None}
-
-
 def test_what_counts_as_the_same() -> None:
     codes = torch.arange(100, dtype=torch.uint8)
     expected = {"payload": [codes.view(E4M3.dtype)], "column sums": [torch.ones(3)]}
@@ -105,34 +92,6 @@ def test_what_counts_as_the_same() -> None:
     assert compare(1, 3, near) == "another payload"
     assert compare(2, 1, near) == "another payload"
     assert compare(0, 0, near, 0.11) == compare(0, 0, Tolerance(), 1e-6) == "another column sums"
-
-
-SERVED = {
-    "gelu gradient + cast_transpose": ("cast_kernel", (GPU, torch.bfloat16, "e5m2", "gelu", True)),
-    "8192x8192 bf16->e4m3 cast_transpose": ("cast_kernel", (GPU, torch.bfloat16, "e4m3", "none", False)),
-    "8192x8192 bf16->e5m2": ("cast_kernel", (GPU, torch.bfloat16, "e5m2", "none", False)),
-    "weights of 1B": ("weights_kernel", (GPU, False)),
-    "update_scales": ("update_kernel", (GPU,)),
-    "8192x8192 bf16->e4m3 in 1x128": ("block_cast_kernel", (GPU, torch.bfloat16, False)),
-    "2048x1024 bf16->e4m3 in MX": ("block_cast_kernel", (GPU, torch.bfloat16, True)),
-    "in 128x128": ("weights_kernel", (GPU, True, False)),
-    "in MX, a weight": ("weights_kernel", (GPU, False, True)),
-}
-
-
-@pytest.mark.parametrize("part", SERVED)
-def test_plain_torch_is_never_timed_as_ours(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = (one for one in (*cast.cases(GPU), *cast.cases_in_blocks(GPU)) if part in one.name)
-    name, expected = SERVED[part]
-    asked: list[tuple[Any, ...]] = []
-    # `list.append` returns None, like the lookup of a missing kernel
-    monkeypatch.setattr(kernels, name, lambda *arguments: asked.append(arguments))
-    made = Run("cast", SUITES["cast"], GPU, 1, {})
-    assert made.measure(case) == []
-    assert "no kernel for it on cuda:0" in made.failures[0]
-    assert asked == [expected]
-    monkeypatch.setattr(kernels, name, lambda *_: "a kernel")
-    assert case.is_served(GPU)
 
 
 def test_bytes_and_names_of_the_cases_for_a_gpu() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from benchmarks import gemm
 from benchmarks.gemm import Gemm
-from kernels_cuda.gemm_variants import Configuration
 from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import per_row
-from lightning_fp8.ops.cuda import gemm_choice, kernels
 from lightning_fp8.ops.e8m0 import from_tiles
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -169,22 +166,3 @@ def test_a_wrong_product_in_mx_is_seen() -> None:
     # the code of one block
     given.b_inv[0] += 1
     assert case.difference(out, *case.expected(given), True) is not None
-
-
-@pytest.mark.parametrize("missing", ["", "choice", "gemm_kernel", "sum_splits_kernel"])
-def test_a_product_is_ours_only_with_all_its_kernels(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
-    chosen = gemm_choice.Choice(None if missing == "choice" else Configuration("gemm_sm90", 128, 128, 6), 3)
-    for name in ("choose", "choose_in_blocks"):
-        monkeypatch.setattr(gemm_choice, name, lambda *given: asked.append(given) or chosen)
-    for name in ("gemm_kernel", "sum_splits_kernel"):
-        monkeypatch.setattr(
-            kernels, name, lambda *given, name=name: asked.append(given) or (None if missing == name else "a kernel")
-        )
-    blocks = Gemm("fprop", 64, 48, 32, in_blocks=True)
-    for case in (WGRAD, blocks, replace(blocks, mx=True)):
-        assert case.is_served(GPU) is (not missing)
-    if not missing:
-        # the last was in MX: not promoted, and both operands have a scale for each row
-        (*_, mx), (*_, promote, b_scale_rows), _ = asked[-3:]
-        assert (mx, promote, b_scale_rows) == (True, False, 1)

@@ -26,13 +26,6 @@ def variant(name: str, wrong: str | None = None, **options: Any) -> Variant:
     return Variant(name, lambda at: torch.is_grad_enabled(), lambda: wrong, **options)
 
 
-def refusing(name: str) -> Variant:
-    def refuse() -> str | None:
-        raise RuntimeError("not here")
-
-    return Variant(name, lambda at: None, refuse)
-
-
 def case(name: str, *variants: Variant, **options: Any) -> Case:
     return Case(name, lambda device: list(variants or (variant("lightning_fp8"), variant("theirs"))), **options)
 
@@ -94,41 +87,10 @@ def test_what_rows_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["share_of_peak"] is None
 
 
-def test_what_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, _ = measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, case("a"), device=GPU)
-    assert {(row["host_us"], row["peak_memory_bytes"]) for row in rows} == {(3, None)}
-    assert [suite for suite in SUITES if SUITES[suite].timed == "steps"] == ["linear", "layer", "experts", "train"]
-
-
 @pytest.mark.parametrize("ours", ["lightning_fp8 cublaslt", "auto"])
 def test_a_wrong_result_of_ours_is_not_timed(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, failures = measured(monkeypatch, {}, case("a", variant("theirs"), variant(ours, "another payload")))
     assert (rows, failures) == ([], [f"a: {ours} gave another payload. Nothing of this case is timed."])
-
-
-def test_a_wrong_baseline_says_so_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = case("a", variant("lightning_fp8"), variant("theirs", "another payload"), variant("others"))
-    rows, failures = measured(monkeypatch, {"lightning_fp8": 2.0, "theirs": 8.0, "others": 4.0}, made)
-    assert [(row["checked"], row["wrong"]) for row in rows] == [(True, None), (False, "another payload"), (True, None)]
-    assert failures == ["a: theirs gave another payload."]
-    # and nothing is compared with it
-    assert [(row["baseline"], row["times_baseline"]) for row in rows] == [("others", 0.5), ("others", 2), ("others", 1)]
-
-
-def test_failures_are_told_at_the_end_and_cost_their_own_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def too_large(device: torch.device) -> list[Variant]:
-        raise torch.OutOfMemoryError("not so much")
-
-    cases = (Case("large", too_large), case("a", variant("theirs"), refusing("failing")), case("b"))
-    with pytest.raises(SystemExit) as ended:
-        run(suites(*cases), "--suite", "all", "--out", str(tmp_path / "rows.jsonl"))
-    assert str(ended.value).splitlines()[-2:] == ["large: not so much", "a: failing: RuntimeError: not here"]
-    assert [(row["case"], row["variant"]) for row in written(tmp_path)][:3] == [
-        ("a", "theirs"), ("b", "lightning_fp8"), ("b", "theirs"),
-    ]  # fmt: skip
-    assert "\nc\n" in capsys.readouterr().out
 
 
 def test_steps_have_gradients_and_nothing_else_has() -> None:
@@ -139,16 +101,6 @@ def test_steps_have_gradients_and_nothing_else_has() -> None:
     assert found == {"device": {False}, "steps": {True}}
 
 
-def test_large_cases_are_also_timed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "under_load", lambda variant, device: {"sustained_us": 9.0})
-    times = {"lightning_fp8": 1.0, "theirs": 1.0}
-    for flops, device, expected in ((10**11, GPU, 9), (10**10, GPU, None), (10**12, CPU, None)):
-        rows, _ = measured(monkeypatch, times, case("a", flops=flops), device=device)
-        assert {row.get("sustained_us") for row in rows} == {expected}
-    assert case("a", bytes=2**28).is_large
-    assert not case("a", bytes=2**28 - 1).is_large
-
-
 def test_plain_torch_is_never_timed_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     made = case("a", is_served=lambda device: False)
     rows, failures = measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, made, device=GPU)
@@ -156,51 +108,6 @@ def test_plain_torch_is_never_timed_as_ours(monkeypatch: pytest.MonkeyPatch) -> 
     assert failures[0].startswith("a: lightning_fp8 has no kernel for it on cuda:0, and torch's own operators, which")
     # on the CPU there are none
     assert len(measured(monkeypatch, {"lightning_fp8": 1.0, "theirs": 1.0}, made)[0]) == 2
-
-
-@pytest.mark.parametrize("emulated", [True, False])
-def test_a_cpu_that_emulates_bf16_is_named(
-    emulated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(harness, "emulates_bf16", lambda: emulated)
-    run(suites(case("a")), "--suite", "small")
-    assert capsys.readouterr().out.count("This CPU emulates bf16 products: 32-true takes the place") == emulated
-
-
-BAD = {
-    "an unknown suite": (["--suite", "gem"], r"invalid choice: 'gem' \(choose from .*cast.*gemm.*linear.*all"),
-    "no suite": ([], "arguments are required: --suite"),
-    "no rounds": (["--suite", "cast", "--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
-    "an unknown case": (
-        ["--suite", "cast", "--device", "cpu", "--case", "7x7"],
-        r"--case: no name has '7x7' in it. There are:\n  256x256 bf16->e4m3 cast_transpose\n(.*\n)+  update_scales 30",
-    ),
-    "no folder": (
-        ["--suite", "cast", "--device", "cpu", "--out", "nowhere/at/all.jsonl"],
-        "there is no folder nowhere/at to write all.jsonl in",
-    ),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_arguments(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, words = BAD[bad]
-    with pytest.raises(SystemExit) as ended:
-        harness.main(arguments, SUITES)
-    assert ended.value.code not in (0, None)
-    assert re.search(words, f"{ended.value.code}\n{capsys.readouterr().err}")
-
-
-def test_without_a_fitting_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rest = r"and none was found; `--device cpu` runs small sizes to try the command"
-    with pytest.raises(SystemExit, match=rf"needs a CUDA GPU of compute capability 8\.9 or newer, {rest}"):
-        harness.main(["--suite", "cast"], SUITES)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an older GPU")
-    with pytest.raises(SystemExit, match=r"8\.9 or newer, and an older GPU has 8\.0"):
-        harness.main(["--suite", "cast", "--device", "cuda"], SUITES)
 
 
 @pytest.mark.cuda

@@ -22,8 +22,3 @@ def test_the_last_lines_are_the_ratios_of_the_table() -> None:
         label, _, ratio = said.rpartition(" ")
         assert label == f"ratio {name}"
         assert float(ratio) == pytest.approx(converted_both / plain_both, rel=0.02)
-
-
-def test_a_profile() -> None:
-    ran = run_warm(*PROGRAM, "--profile", "linear", check=True)
-    assert "cast_transpose" in ran.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,16 +50,3 @@ def test_a_package_that_saves_weights_alone(precision: str, tmp_path: Path, monk
     assert trained["coverage"] == (precision == "fp8-delayed")
     assert found == {"difference": 0}
     assert f" {trained['loss']:.0f} |" in packages.table([{**trained, **found}])
-
-
-@pytest.mark.parametrize(("difference", "is_said"), [(0.0, False), (0.5, True), (float("nan"), True)])
-def test_the_command_fails_if_a_loaded_model_predicts_something_else(
-    difference: float, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"case": "darts", "version": "1", "variant": "fp8-delayed", "coverage": 1.0, "loss": 1.0}
-    monkeypatch.setattr(packages, "installed", lambda *_: None)
-    monkeypatch.setattr(packages, "in_a_process", lambda *_: {**row, "difference": difference})
-    monkeypatch.setattr("sys.argv", ["packages", "folder", "--packages", "darts", "--precisions", "fp8-delayed"])
-    with pytest.raises(SystemExit, match="something else: darts in fp8-delayed") if is_said else nullcontext():
-        packages.main()
-    assert "| darts" in capsys.readouterr().out

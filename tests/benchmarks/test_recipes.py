@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -14,30 +12,13 @@ import torch
 from fp8_numpy import DEFINITIONS, code_values, saturating_cast
 from scales_in_numpy import largest, scale_of
 
-from benchmarks import recipe_cases, recipes
+from benchmarks import recipe_cases
 from benchmarks.recipe_cases import TRAININGS, train, watch
 from benchmarks.recipes import DECIDING, excess, interval, preferred, tables
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_recipes_as_text() -> None:
-    assert recipes.recipe_of("baseline") is None
-    assert recipes.recipe_of("fp8-current") == CurrentScaling()
-    text = "fp8-delayed,amax_history_len=4,margin=1,fp8_format=E4M3,reduce_amax=False"
-    assert recipes.recipe_of(text) == DelayedScaling(1, "E4M3", 4, "max", False)
-    for text in recipes.RECIPES:
-        recipes.recipe_of(text)
-    assert len(set(recipes.RECIPES)) == 12
-
-
-@pytest.mark.parametrize("text", ["fp8-delayd", "fp8-delayed,margn=1", "fp8-current,amax_history_len=1", "x,margin=-1"])
-def test_another_recipe_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        recipes.main(["--out", str(tmp_path / "rows.jsonl"), "--recipes", text])
-    assert f"--recipes: {text}: " in capsys.readouterr().err
 
 
 def lost(values: np.ndarray, scale: np.float32, fmt: str) -> tuple[float, float]:
@@ -161,23 +142,3 @@ def test_means_and_intervals() -> None:
     assert excess(rows, DECIDING[0], name, "loss") == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3})
     line = next(line for line in tables(rows).splitlines() if line.startswith(f"| {name}"))
     assert [cell.strip() for cell in line.split("|")[2:-1]] == ["+0.20% ± 0.25"] * 6
-
-
-def test_rows_are_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, measured = "fp8-delayed,amax_history_len=16", []
-    rows = {(row["case"], row["variant"], row["seed"]): row for row in made({name: [0.1, 0.2, 0.3]}, {name: 4})}
-
-    def measure(case: str, variant: str, seed: int) -> dict[str, Any]:
-        measured.append((case, variant, seed))
-        return rows.get((case, variant, seed)) or {**rows[case, variant, 0], "seed": seed}
-
-    monkeypatch.setattr(recipes, "measure", measure)
-    out = tmp_path / "rows.jsonl"
-    arguments = ["--out", str(out), "--recipes", name]
-    recipes.main([*arguments, "--seeds", "1"])
-    assert len(measured) == 2 * len(TRAININGS) + len(recipe_cases.EVENTS)
-    recipes.main([*arguments, "--seeds", "2"])
-    assert {seed for _, _, seed in measured[len(measured) // 2 :]} == {1}
-    written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["case"], row["variant"], row["seed"]) for row in written] == measured
-    assert all(row["threads"] == 1 and row["commit"] for row in written)

@@ -2,84 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import Time, Variant
+from benchmarks.timing import Variant
 from lightning_fp8.tools.tables import percentiles
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-class Workplace:
-    """Variants whose calls take given numbers of seconds, with a simulated clock and memory."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], own: dict[str, int]) -> None:
-        self.events: list[str] = []
-        self.now, self.allocated, self.peak = 0.0, 1000, 0
-        self.times, self.own = times, own
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(timing, "synchronize", lambda: None)
-        monkeypatch.setattr(timing, "release", lambda: self.events.append("release"))
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", 0))
-
-    def variants(self) -> list[Variant]:
-        return [self._variant(name) for name in self.times]
-
-    def _variant(self, name: str) -> Variant:
-        @contextmanager
-        def around() -> Iterator[None]:
-            self.events.append(f"+{name}")
-            self.allocated += self.own[name]
-            yield
-            self.allocated -= self.own[name]
-            self.events.append(f"-{name}")
-
-        def call(at: int) -> None:
-            self.events.append(name)
-            self.now += self.times[name]
-            self.peak = max(self.peak, self.allocated + 10 * self.own[name])
-
-        return Variant(name, call, lambda: None, around=around, figures=lambda: {"own": self.own[name]})
-
-
-def test_variants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Workplace(monkeypatch, {"a": 0.5, "b": 0.25}, {"a": 7, "b": 5})
-    found = timing.time_in_turns(place.variants(), 2, "steps", GPU)
-    assert place.events == ["+a", "a", "+b", "b", "a", "b", "a", "b", "-b", "-a", "release"]
-    assert found["a"].times == [Time(0.5e6, 0.5e6)] * 2
-    assert found["b"].times[0].us == pytest.approx(0.25e6)
-    # the memory held between steps plus the peak during a step, without that of the other variants
-    assert {name: max(one.peaks) for name, one in found.items()} == {"a": 77, "b": 55}
-    assert found["a"].figures == {"own": 7}
-
-
-def test_variants_alone_begin_anew_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Workplace(monkeypatch, {"a": 0.5, "b": 0.25}, {"a": 7, "b": 5})
-    found = timing.time_in_turns(place.variants(), 4, "steps", CPU, alone=True)
-    assert place.events == 3 * ["+a", "a", "a", "a", "-a", "release", "+b", "b", "b", "b", "-b", "release"]
-    assert found["a"].peaks == []
-
-
-@pytest.mark.parametrize(
-    ("device", "timed", "seconds", "calls"),
-    [(GPU, "steps", 0.03, 4), (CPU, "steps", 0.03, 1), (CPU, "device", 1e-4, 24), (CPU, "device", 1e-9, 100)],
-)
-def test_batches_are_long_enough(
-    device: torch.device, timed: str, seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = Workplace(monkeypatch, {"a": seconds}, {"a": 1})
-    found = timing.time_in_turns(place.variants(), 1, timed, device)
-    assert found["a"].times[0].us == pytest.approx(1e6 * seconds)
-    # one call to begin with, and enough of them twice: to see whether they are, and for the only round
-    assert place.events.count("a") == (1 + 2 * calls if calls > 1 else 2)
 
 
 @pytest.mark.parametrize("timed", ["device", "kernels"])

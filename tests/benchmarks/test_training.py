@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import sysconfig
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +15,15 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from repository import ROOT
 from torch import Tensor, nn
 
-from benchmarks import baselines, harness, layer, memory, settings, train, training
+from benchmarks import baselines, harness, memory, settings, train, training
 from benchmarks.settings import Setting
 from benchmarks.suites import SUITES
-from benchmarks.training import Start, Task, Training, Work
+from benchmarks.training import Start, Task, Training
 from lightning_fp8 import Fp8Precision, convert, scaling_state
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.examples.transformer_block import Block, initialize
-from lightning_fp8.ops import basic
-from lightning_fp8.ops.cuda import kernels
-from lightning_fp8.scaling.state import ScalingState
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 FP32, FP8 = Setting(Precision), Setting(Fp8Precision)
 LINEAR = Task(lambda: nn.Linear(32, 48), 64, (64, 32), 48)
 GPT = Task(lambda: ByteGPT(1, 64, 2, 32), 256, text=lambda: train.text_of(train.TINY), learning_rate=1e-4)
@@ -78,24 +72,6 @@ def test_the_whole_suite_on_the_cpu(
     assert len(compiled) == {"linear": 0, "layer": 2 * 3, "experts": 0, "train": 2 * 2}[suite]
 
 
-@pytest.mark.parametrize("first", [True, False], indirect=True)
-def test_the_precisions(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = settings.settings(CPU)
-    plugins = {name: one.plugin() for name, one in found.items()}
-    assert type(plugins["lightning_fp8"]) is Fp8Precision
-    others = ["32-true"] if first else ["bf16-mixed", "bf16-true"]
-    assert list(found) == ["lightning_fp8", *others]
-    assert [plugins[name].precision for name in others] == others
-    assert {*settings.every_setting(CPU)} == {"lightning_fp8", "32-true", *others}
-    for gemm in ("rawkernel", "cublaslt"):
-        made = Training(GPT, settings.with_gemms(CPU)[f"lightning_fp8 {gemm}"], False, CPU)
-        assert scaling_state(made.model).config.gemm == gemm
-    # on a GPU always Lightning's own
-    on_gpu = settings.settings(GPU)
-    assert [type(on_gpu[name].plugin()) for name in ("bf16-mixed", "bf16-true")] == [MixedPrecision, HalfPrecision]
-    assert on_gpu["bf16-mixed"].plugin().device == "cuda"
-
-
 def test_each_precision_computes_in_its_own() -> None:
     mixed = Setting(lambda: MixedPrecision("bf16-mixed", "cpu"))
     true = Setting(lambda: HalfPrecision("bf16-true"))
@@ -130,38 +106,6 @@ def test_a_layers_numbers_are_those_in_fp64() -> None:
         assert (gradient - expected[name]).norm() < 1e-5 * expected[name].norm()
     assert start.losses == pytest.approx(3 * [y.square().mean().item()], rel=1e-5)
     assert x.std() > 0.9
-
-
-@pytest.mark.parametrize(("weights_change", "casts"), [(True, 3), (False, 0)])
-def test_weights_are_cast_where_they_have_changed(
-    weights_change: bool, casts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    setting = FP8._replace(weights_change=weights_change)
-    work = Work(lambda: Training(LINEAR, setting, False, CPU), lambda: Start([], {}))
-    seen: list[str] = []
-
-    def counting(name: str) -> Any:
-        cast = getattr(basic, name)
-
-        def counted(*arguments: Any) -> Any:
-            seen.append(name)
-            return cast(*arguments)
-
-        # an operator calls the function of a device directly where nothing watches operators
-        counted.cpu = counted.cuda = counted  # type: ignore[attr-defined]
-        return counted
-
-    with work.around():
-        state = work.trainings[0].scaling
-        work.step(0)
-        updates = state.updates
-        for name in ("cast", "cast_weight"):
-            monkeypatch.setattr(basic, name, counting(name))
-        for _ in range(3):
-            work.step(0)
-        assert state.updates == updates + (3 if weights_change else 0)
-        assert (state.amax_history[0] > 0).all()
-    assert (seen.count("cast"), seen.count("cast_weight")) == (3, casts)
 
 
 def test_steps_of_the_gpt_are_those_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,17 +164,6 @@ def test_figures_of_a_model() -> None:
     with torch.no_grad():
         made._optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
     assert made.figures()["unchanged_fraction"] == 1
-
-
-def test_text_is_the_standard_librarys() -> None:
-    text = train.text_of(train.TINY)
-    assert text.shape == (4, 2, 4, 33)
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    source = b"".join(file.read_bytes() for number, file in enumerate(files) if number % 10 != 9)
-    assert bytes(text.flatten().tolist()) == source[: text.numel()]
-    made = Training(GPT, FP32, False, CPU)
-    given = [next(made.inputs) for _ in range(5)]
-    assert all(torch.equal(got, expected) for got, expected in zip(given, [*text, text[0]]))
 
 
 def test_the_models_are_those_of_the_configurations() -> None:
@@ -292,34 +225,6 @@ def test_a_wrong_result_is_named(change: Callable[[nn.Module], nn.Module], words
     assert words in str(variant.check()) if words else variant.check() is None
 
 
-def test_trainings_are_warm_in_their_place_and_gone_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[Training] = []
-    monkeypatch.setattr(Training, "step", lambda self: steps.append(self))
-    work = Work(lambda: Training(LINEAR, FP32, False, CPU), lambda: Start([], {}), copies=2)
-    with work.around():
-        assert len(work.trainings) == 2
-        assert len(steps) == 2 * training.WARM_UP
-        work.step(1)
-        assert steps[-1] is work.trainings[1]
-        assert torch._dynamo.config.fail_on_recompile_limit_hit
-        gone = weakref.ref(work.trainings[0])
-        steps.clear()
-    gc.collect()
-    assert gone() is None
-    with pytest.raises(KeyError), work.around():
-        raise KeyError
-    assert work.trainings == []
-
-
-def test_first_steps_are_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (ours,) = training.variants(LINEAR, {"lightning_fp8": FP8}, CPU)
-    with ours.around():
-        pass
-    monkeypatch.setattr(ScalingState, "every_tensor_has_history", False)
-    with pytest.raises(RuntimeError, match="this would time first steps"), ours.around():
-        pass
-
-
 def test_saved_bytes_by_hand() -> None:
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     x = torch.randn(8, 16, requires_grad=True)
@@ -342,60 +247,3 @@ def test_what_is_kept_anyway_is_not_saved() -> None:
     assert memory.saved_bytes(model, lambda: model(x)) == 8 * 16 + 4
     # the weight with its inverse scale, in the only layout used on a CPU, and the bias in 16 bits
     assert memory.bytes_of(memory.weight_copies(model)) == 256 + 4 + 32
-
-
-CASTS = [("e4m3", "none", False), ("e5m2", "none", False)]
-GELU = [("e4m3", "gelu", False), ("e5m2", "gelu", True)]
-
-
-@pytest.mark.parametrize("part", ["linear, 2048 tokens, 1024 -> 1024", "linear-GELU", "layer", "1.3B"])
-def test_served_where_there_are_kernels(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = [case for name in ("linear", "layer", "train") for case in SUITES[name].cases(GPU)]
-    case = next(case for case in every if part in case.name)
-    asked: list[tuple[Any, ...]] = []
-    missing: list[tuple[Any, ...]] = []
-
-    def kernel(*what: Any) -> Any:
-        asked.append(what)
-        return None if what in missing else "a kernel"
-
-    monkeypatch.setattr(kernels, "cast_kernel", lambda device, dtype, *rest: kernel("cast", *rest))
-    monkeypatch.setattr(kernels, "weights_kernel", lambda *_: kernel("weights"))
-    monkeypatch.setattr(layer.gemm.Gemm, "is_served", lambda one, device: kernel("gemm", one.kind) is not None)
-    assert case.is_served(GPU)
-    needed = {*(("cast", *cast) for cast in (CASTS + GELU if "GELU" in part else CASTS)), ("weights",)}
-    needed |= {("gemm", kind) for kind in ("fprop", "dgrad", "wgrad")} if "GELU" in part else set()
-    assert {*asked} == needed
-    for what in needed:
-        missing[:] = [what]
-        assert not case.is_served(GPU)
-
-
-@pytest.mark.parametrize("first", [False], indirect=True)
-def test_products_of_experts_are_in_bf16_in_each_precision_but_ours(
-    first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, real = list[torch.dtype](), nn.functional.grouped_mm
-
-    def grouped_mm(x: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.extend((x.dtype, weight.dtype))
-        return real(x, weight, **options)
-
-    monkeypatch.setattr(nn.functional, "grouped_mm", grouped_mm)
-    (case,) = layer.experts_cases(CPU)
-    variants = {variant.name: variant for variant in case.variants(CPU)}
-    assert [*variants] == ["lightning_fp8", "bf16-mixed", "bf16-true", "lightning_fp8 same weights"]
-    for name, variant in variants.items():
-        assert variant.check() is None
-        # the reference in fp32 multiplies twice in each of three steps
-        products, seen[:] = [*seen], []
-        assert products.count(torch.bfloat16) == (0 if "lightning_fp8" in name else 12)
-
-
-def test_experts_are_served_where_their_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(layer, "has_kernels", lambda *what: asked.append(what) or len(asked) > 1)
-    (case,) = layer.experts_cases(GPU)
-    assert [case.is_served(GPU), case.is_served(GPU)] == [False, True]
-    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
-    assert asked == [(GPU, dtypes, ("e4m3", "e5m2"), (2048, 1024))] * 2

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lit import Regression, loader, make_trainer, seeded
 
-from lightning_fp8 import DtypeAudit, QuantizationProbe, RunRecord, ScaleFactorLogger, scaling_state
+from lightning_fp8 import DtypeAudit, RunRecord
 from lightning_fp8.plugins.settings import PRECISIONS
-from lightning_fp8.scaling import ScalingState
-
-# values by key and step
-Numbers = dict[str, dict[int, float]]
 
 
 @pytest.fixture
@@ -58,60 +52,6 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
     "wandb": wandb_logger,
     "mlflow": mlflow_logger,
 }
-
-
-class Kept(ScaleFactorLogger):
-    """Keeps the scaling state at each logged step."""
-
-    def __init__(self) -> None:
-        super().__init__(every_n_steps=2)
-        self.states: dict[int, dict[str, dict[str, torch.Tensor]]] = {}
-
-    def _log(self, trainer: Any, state: ScalingState, values: Any) -> None:
-        self.states[trainer.fit_loop.epoch_loop._batches_that_stepped] = state.state_dict()
-        super()._log(trainer, state, values)
-
-
-class Received(CSVLogger):
-    """Keeps what any logger is given: plain numbers by key and step."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.numbers: dict[str, dict[int, float]] = {}
-
-    def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        for key, value in metrics.items():
-            assert type(value) is float
-            self.numbers.setdefault(key, {})[step] = value
-
-
-def test_every_logger_is_given_every_number(tmp_path: Path) -> None:
-    first, second, kept, probe = Received(tmp_path), Received(tmp_path), Kept(), QuantizationProbe(every_n_steps=4)
-    model = seeded()
-    trainer = make_trainer(tmp_path, logger=[first, second], callbacks=[kept, probe], max_epochs=2)
-    trainer.fit(model, loader())
-    # Lightning counts from 0
-    assert list(kept.states) == [1, 3, 5, 7]
-    last = kept.states[7]["net.0.input"]["amax_history"]
-    assert torch.equal(last, scaling_state(model).amax_history[:, 0])
-    assert first.numbers == second.numbers
-    for step, tensors in kept.states.items():
-        # weights have no entry; test_callbacks covers what is logged of them
-        for name, entry in tensors.items():
-            history = entry["amax_history"].tolist()
-            largest = 57344 if name.endswith("grad_output") else 448
-            scale = largest / max(history)
-            expected = {
-                "scale": scale,
-                "amax": history[0],
-                "amax_history_max": max(history),
-                "headroom_bits": math.log2(largest / (history[0] * scale)),
-                "nonfinite_steps": entry["nonfinite_steps"].item(),
-            }
-            found = {quantity: first.numbers[f"fp8/{name}/{quantity}"][step] for quantity in expected}
-            assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    ratios = {path: first.numbers[f"fp8/{path}/sqnr_db"] for path in ("net.0", "net.2")}
-    assert ratios == {path: {3: by_step[3], 7: probe.sqnr_db[path]} for path, by_step in ratios.items()}
 
 
 class Traced(Regression):

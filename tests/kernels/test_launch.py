@@ -35,27 +35,6 @@ def current_stream(device: int) -> int:
     return 1000 + device
 
 
-class Recorded(Kernel):
-    """Records what the driver would receive: function, sizes, stream, and the arguments read through its pointers."""
-
-    def _load(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-        self._pointer = 77
-        self._launch_kernel = self._record
-        self._set_context = lambda device: None
-        self._current_device = lambda: CURRENT_DEVICE
-        self._current_stream = current_stream
-
-    def _record(self, function: int, *rest: int) -> None:
-        *sizes, shared, stream, pointers, extra = rest
-        time.sleep(0)  # lets other threads run, as the driver's call does
-        address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
-        arguments = struct.unpack(LAYOUT, ctypes.string_at(address, struct.calcsize(LAYOUT)))
-        # alignment that tensor maps require
-        assert address % 64 == 0
-        self.launches.append((function, tuple(sizes), shared, stream, extra, arguments))
-
-
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The devices that were made current."""
@@ -71,23 +50,30 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return switched
 
 
-def test_a_launch_packs_its_arguments_and_follows_torchs_stream(devices: list[int]) -> None:
-    kernel = Recorded(None, LAYOUT, 256, 0)
-    kernel(12, 0xDEADBEEF00, 16, -3, 4, 0.5)
-    assert kernel.launches == [(77, (12, 1, 1, 256, 1, 1), 0, 1000, 0, (0xDEADBEEF00, 16, -3, 4, 0.5))]
-    assert devices == []
+def test_a_launch_packs_its_arguments_and_follows_torchs_stream(
+    devices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), LAYOUT, 256, 0)
+    in_a_thread(lambda: kernel(12, 0xDEADBEEF00, 16, -3, 4, 0.5))
+    assert stub.launches == [(77, (12, 1, 1, 256, 1, 1), 0, 1000, 0, (0xDEADBEEF00, 16, -3, 4, 0.5))]
+    # the kernel was loaded, and the thread got its context
+    assert devices == [0, 0]
 
 
-def test_a_launch_on_another_device_switches_to_it(devices: list[int]) -> None:
-    kernel = Recorded(None, LAYOUT, 32, 1)
-    kernel(1, 1, 2, 3, 4, 5.0)
-    assert devices == [1]
-    assert kernel.launches[0][3] == 1001
+def test_a_launch_on_another_device_switches_to_it(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), LAYOUT, 32, 1)
+    in_a_thread(lambda: kernel(1, 1, 2, 3, 4, 5.0))
+    # loaded there, the context of the thread, and the launch
+    assert devices == [1, 1, 1]
+    assert stub.launches[0][3] == 1001
 
 
 @pytest.mark.usefixtures("devices")
-def test_threads_do_not_mix_their_arguments() -> None:
-    kernel = Recorded(None, LAYOUT, 32, 0)
+def test_threads_do_not_mix_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Driver(monkeypatch)
+    kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), LAYOUT, 32, 0)
 
     def run(number: int) -> None:
         for step in range(300):
@@ -103,7 +89,7 @@ def test_threads_do_not_mix_their_arguments() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    found = {(launch[1][0] - 1, launch[5]) for launch in kernel.launches}
+    found = {(launch[1][0] - 1, launch[5]) for launch in stub.launches}
     assert found == {(n, (n, step, n, step, float(n))) for n in range(8) for step in range(300)}
 
 
@@ -112,6 +98,7 @@ class Driver(cupy_stand_in.Driver):
 
     Attributes:
         contexts: created by the runtime, in order: thread and device.
+        launches: function, sizes, shared memory, stream, and the arguments read through the pointers.
         row_bytes: of each tensor map.
     """
 
@@ -121,6 +108,7 @@ class Driver(cupy_stand_in.Driver):
         super().__init__(monkeypatch)
         self.contexts: list[tuple[int, int]] = []
         self.row_bytes: list[int] = []
+        self.launches: list[tuple[Any, ...]] = []
         self._thread = threading.local()
         monkeypatch.setattr(runtime, "setDevice", self._set_device)
         monkeypatch.setattr(driver, "launchKernel", self._launch)
@@ -134,9 +122,16 @@ class Driver(cupy_stand_in.Driver):
         self._thread.device = device
         self.contexts.append((threading.get_ident(), device))
 
-    def _launch(self, *_: int) -> None:
+    def _launch(self, function: int, *rest: int) -> None:
         if not hasattr(self._thread, "device"):
             raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT")
+        *sizes, shared, stream, pointers, extra = rest
+        time.sleep(0)  # lets other threads run, as the driver's call does
+        address = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
+        arguments = struct.unpack(LAYOUT, ctypes.string_at(address, struct.calcsize(LAYOUT)))
+        # alignment that tensor maps require
+        assert address % 64 == 0
+        self.launches.append((function, tuple(sizes), shared, stream, extra, arguments))
 
     def cuTensorMapEncodeTiled(self, *given: Any) -> int:  # noqa: N802
         if not hasattr(self._thread, "device"):
@@ -225,32 +220,24 @@ def test_a_single_row_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> No
     assert a.stride(0) == 1
     out = torch.zeros(3, dtype=torch.bfloat16).as_strided((1, 3), (1, 1))
     one, rows = torch.ones(()), torch.zeros(3, 144, dtype=torch.uint8)
-    gemm.gemm(kernel, HOPPER, (a, one), (b, one), out[:, :1])
-    gemm.gemm(kernel, HOPPER, (a, one), (rows, one), out)
+    in_a_thread(lambda: gemm.gemm(kernel, HOPPER, (a, one), (b, one), out[:, :1]))
+    in_a_thread(lambda: gemm.gemm(kernel, HOPPER, (a, one), (rows, one), out))
     assert stub.row_bytes == [144, 144, 16, 144, 16]
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> cupy_stand_in.Driver:
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, devices: list[int]) -> Driver:
     """CuPy without a driver."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(kernels_cuda.load, "_driver_version", lambda: 13000)
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path))
-    return cupy_stand_in.Driver(monkeypatch)
+    return Driver(monkeypatch)
 
 
-def test_loading_compiles_for_the_device_and_takes_the_kernel_there(
-    stand_in: cupy_stand_in.Driver, devices: list[int]
-) -> None:
+def test_loading_compiles_for_the_device_and_takes_the_kernel_there(stand_in: Driver, devices: list[int]) -> None:
     kernel = kernels_cuda.load.load("update_scales", (), "PPPPPiiif", 1024, 1)
-    assert kernel._pointer == 78
     assert kernel.multiprocessors == 132
     assert kernel.resources == {"registers": 64, "local_bytes": 0, "shared_bytes": 8448}
-    assert kernel._current_stream is current_stream
-    assert kernel._current_device is torch.cuda.current_device
-    assert kernel._function.name == "update_scales"
     cubin = compiled("update_scales", "sm_90a")
     assert stand_in.loaded == {(str(cubin), 1): cubin.read_bytes()}
     # once for the module and once for its kernel: both need the device's context
@@ -258,21 +245,15 @@ def test_loading_compiles_for_the_device_and_takes_the_kernel_there(
 
 
 @pytest.mark.parametrize(("shared_bytes", "asked"), [(0, None), (48 << 10, None), ((48 << 10) + 16, (48 << 10) + 16)])
-def test_more_shared_memory_than_usual_is_asked_for(
-    stand_in: cupy_stand_in.Driver, shared_bytes: int, asked: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_shared_memory_than_usual_is_asked_for(stand_in: Driver, shared_bytes: int, asked: int | None) -> None:
     kernel = kernels_cuda.load.load("update_scales", (), LAYOUT, 1024, 0, shared_bytes)
     assert stand_in.attributes == ([] if asked is None else [(77, asked)])
     assert kernel.resources["shared_bytes"] == 8448 + shared_bytes
-    launches: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(kernel, "_launch_kernel", lambda *sizes: launches.append(sizes))
-    monkeypatch.setattr(kernel, "_current_device", lambda: 0)
-    monkeypatch.setattr(kernel, "_set_context", lambda device: None)
-    kernel(3, 1, 2, 3, 4, 5.0)
-    assert launches[0][:8] == (77, 3, 1, 1, 1024, 1, 1, shared_bytes)
+    in_a_thread(lambda: kernel(3, 1, 2, 3, 4, 5.0))
+    assert stand_in.launches[0][:3] == (77, (3, 1, 1, 1024, 1, 1), shared_bytes)
 
 
-def test_kernels_of_one_family_are_kept_apart(stand_in: cupy_stand_in.Driver) -> None:
+def test_kernels_of_one_family_are_kept_apart(stand_in: Driver) -> None:
     """CuPy keeps modules by path: that of another variant must be another one, and of another source, too."""
     variants = [casts.variant(torch.bfloat16, "e4m3", activation, False) for activation in ("none", "relu")]
     for defines in (*variants, *variants):
@@ -284,7 +265,7 @@ def test_kernels_of_one_family_are_kept_apart(stand_in: cupy_stand_in.Driver) ->
     ("version", "said"), [(12080, r"driver is for CUDA 12\.8 .*pip install cupy-cuda12x"), (0, "none was found")]
 )
 def test_a_driver_that_is_too_old_is_named(
-    stand_in: cupy_stand_in.Driver, version: int, said: str, monkeypatch: pytest.MonkeyPatch
+    stand_in: Driver, version: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_cuda.load, "_driver_version", lambda: version)
     with pytest.raises(KernelsUnavailable, match=said):

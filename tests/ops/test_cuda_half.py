@@ -21,7 +21,6 @@ from sqnr import sqnr
 from torch import Tensor, nn
 
 from kernels_cuda import casts
-from kernels_cuda.launch import Kernel
 from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
 from lightning_fp8.ops import reference
 from lightning_fp8.ops.cuda import dispatch as cuda
@@ -272,15 +271,16 @@ def test_a_cast_gives_the_payloads_asked_for(host_kernels: list[str], layout: st
 
 def test_backward_casts_only_into_what_it_multiplies(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    launch = cuda._launch
+    launch = casts.cast_transpose
 
-    def recording(kernel: Kernel, x: Tensor, slot: Any, layout: str, *rest: Any, **more: Any) -> Any:
-        asked.append(layout)
-        return launch(kernel, x, slot, layout, *rest, **more)
+    def recording(*arguments: Any) -> None:
+        (made,) = (one for one in arguments if isinstance(one, casts.Result))
+        asked.append(" and ".join(name for name, one in (("rows", made.y), ("columns", made.y_t)) if one.numel()))
+        launch(*arguments)
 
-    monkeypatch.setattr(cuda, "_launch", recording)
+    monkeypatch.setattr(casts, "cast_transpose", recording)
     model = convert(nn.Linear(32, 16))
-    both, rows, columns = "both", "rows", "columns"
+    both, rows, columns = "rows and columns", "rows", "columns"
     for x_needs, weight_needs, expected in (
         (True, True, [both, both]),
         (False, True, [both, columns]),

@@ -13,7 +13,7 @@ from lit import Regression, Steps, loader, make_trainer, same, seeded, takes_wei
 from processes import all_end_well, as_ranks
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, convert, scaling_state
+from lightning_fp8 import DelayedScaling, scaling_state
 
 
 def train_under_ddp(path: Path, resume: Path | None, epochs: int) -> None:
@@ -187,35 +187,3 @@ def test_our_checkpoints_need_weights_only(tmp_path: Path, precision: str) -> No
     assert resumed.hparams["name"] == "tiny"
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["hyper_parameters"]
     assert saved["recipe"] == RECIPE
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"amax_history": [1.0, 2.0]}, {"nonfinite_steps": 0}, {"in_fp8": "no"}, {"in_fp8": torch.ones(2)},
-        {"is_current": None}, {"nonfinite_steps": torch.tensor(1j)}, {"amax_history": torch.tensor([float("inf")])},
-        {"amax_history": torch.tensor([-1.0])}, {"amax_history": torch.ones(1, 2)}, {"amax_history": torch.tensor(1.0)},
-    ],
-)  # fmt: skip
-def test_only_well_formed_tensors_are_loaded_as_scales(entry: dict[str, Any]) -> None:
-    state = scaling_state(convert(seeded()))
-    state.amax.fill_(2.0)
-    state.update()
-    loaded = state.state_dict()
-    before = {name: {field: value.clone() for field, value in fields.items()} for name, fields in loaded.items()}
-    for fields in loaded.values():
-        fields["amax_history"] = fields["amax_history"] * 2
-    loaded["net.2.grad_output"].update(entry)
-    field, value = next(iter(entry.items()))
-    wrong = "must hold single real numbers|must have a history of finite"
-    with pytest.raises(ValueError, match=rf"'net\.2\.grad_output' ({wrong})") as error:
-        state.load_state_dict(loaded)
-    assert field in str(error.value) or isinstance(value, torch.Tensor)
-    assert all(equal(fields, before[name]) for name, fields in state.state_dict().items())
-
-
-@pytest.mark.parametrize("entry", ["text", None, torch.ones(2)])
-def test_an_entry_that_is_no_mapping_is_named(entry: Any) -> None:
-    state = scaling_state(convert(seeded()))
-    with pytest.raises(ValueError, match="must map names of tensors to their entries"):
-        state.load_state_dict({**state.state_dict(), "net.2.grad_output": entry})

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_fp8.runtime import environment
 
@@ -13,6 +14,10 @@ SMI = """\
 +-----------------------------------------------------------------------------------------+
 | NVIDIA-SMI 580.65.06              Driver Version: 580.65.06      CUDA Version: 13.0     |
 +-----------------------------------------+------------------------+----------------------+"""
+
+
+def driver_of_a_row() -> str | None:
+    return environment.gpu_environment(torch.device("cuda"))["driver"]
 
 
 @pytest.fixture
@@ -30,10 +35,11 @@ def test_the_drivers_version(program: str, number: str | None, smi: Path, monkey
     smi.write_text(f"#!/bin/sh\n{program}\n")
     smi.chmod(0o755)
     assert environment.driver_version() == number
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(environment, "driver_cuda", lambda: 13000)
-    assert environment._driver() == ("580.65.06, CUDA 13.0" if number else "CUDA 13.0")
+    assert driver_of_a_row() == ("580.65.06, CUDA 13.0" if number else "CUDA 13.0")
     monkeypatch.setattr(environment, "driver_cuda", lambda: 0)
-    assert environment._driver() == number
+    assert driver_of_a_row() == number
 
 
 def test_a_broken_driver_costs_its_limit_and_no_more(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,4 +54,4 @@ def test_a_broken_driver_costs_its_limit_and_no_more(smi: Path, monkeypatch: pyt
 def test_without_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.driver_version() is None
-    assert environment._commit() == ""
+    assert environment.environment()["commit"] == ""

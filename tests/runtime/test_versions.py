@@ -6,11 +6,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata
-from typing import Any
 
-import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from repository import ROOT
@@ -34,51 +31,6 @@ def oldest(package: str) -> str:
     (requirement,) = re.findall(rf'^    "({package}[><=!][^"]*)",$', PYPROJECT, re.MULTILINE)
     (bound,) = (one.version for one in Requirement(requirement).specifier if one.operator == ">=")
     return bound
-
-
-@cache
-def jobs() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
-
-
-def matrix(versions: str | None) -> list[dict[str, str]]:
-    """The test jobs with these versions; None for the versions of constraints.txt."""
-    return [job for job in jobs()["tests"]["strategy"]["matrix"]["include"] if job.get("versions") == versions]
-
-
-def commands(job: str) -> str:
-    return "\n".join(step.get("run", "") for step in jobs()[job]["steps"])
-
-
-def test_ci_runs_the_tests_on_every_python_that_the_package_is_classified_for() -> None:
-    (required,) = re.findall(r'^requires-python = ">=(3\.\d+)"$', PYPROJECT, re.MULTILINE)
-    minors = [int(python.split(".")[1]) for python in PYTHONS]
-    assert minors == [*range(minors[0], minors[-1] + 1)]
-    assert PYTHONS[0] == required
-    assert [job["python"] for job in matrix(None)] == PYTHONS
-    assert f'target-version = "py{required.replace(".", "")}"' in PYPROJECT
-
-
-def test_ci_runs_the_tests_on_the_oldest_versions() -> None:
-    assert matrix("oldest") == [{"versions": "oldest", "python": PYTHONS[0]}]
-    (change,) = (step["run"] for step in jobs()["tests"]["steps"] if step.get("if") == "matrix.versions == 'oldest'")
-    constraints = ROOT / "constraints.txt"
-    changed = subprocess.run(
-        ["bash", "-c", change.replace("-i -E", "-E")],
-        cwd=constraints.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    pins = dict(
-        line.split("==") for line in changed.splitlines() if re.match(r"(torch|(pytorch-)?lightning|rich)==", line)
-    )
-    bounds = {name: SpecifierSet(f"=={oldest(name)}") for name in ("torch", "lightning")}
-    assert all(bounds[name].contains(pins[name]) for name in bounds), pins
-    assert pins["pytorch-lightning"] == pins["lightning"]
-    # and no others
-    before, after = constraints.read_text().splitlines(), changed.splitlines()
-    assert sum(old != new for old, new in zip(before, after, strict=True)) == len(pins)
 
 
 def test_pages_name_the_oldest_versions() -> None:

@@ -1,11 +1,11 @@
-"""Weights changed other than by an optimizer: the next forward is as exact as that of a fresh conversion."""
+"""Weights changed other than by an optimizer. tests/modules/test_weight_cache.py has each kind of change, and the state
+machine their sequences."""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_fp8 import (
     DelayedScaling,
     convert,
-    export,
-    load_exported,
     scaling_state,
     unconvert,
 )
@@ -44,71 +42,6 @@ def trained(model: nn.Module) -> nn.Module:
         scaling_state(model).update()
         optimizer.step()
     return model
-
-
-def in_place(model: nn.Linear, values: Tensor) -> None:
-    with torch.no_grad():
-        model.weight.copy_(values)
-
-
-def through_data(model: nn.Linear, values: Tensor) -> None:
-    model.weight.data.copy_(values)
-
-
-def new_data(model: nn.Linear, values: Tensor) -> None:
-    model.weight.data = values.clone()
-
-
-def load(model: nn.Linear, values: Tensor) -> None:
-    model.load_state_dict({**model.state_dict(), "weight": values})
-
-
-def assign(model: nn.Linear, values: Tensor) -> None:
-    model.load_state_dict({**model.state_dict(), "weight": values.clone()}, assign=True)
-
-
-def swap_tensors(model: nn.Linear, values: Tensor) -> None:
-    model.zero_grad()
-    torch.utils.swap_tensors(model.weight, nn.Parameter(values.clone()))
-
-
-CHANGES: dict[str, Callable[[nn.Linear, Tensor], None]] = {
-    "in place": in_place,
-    "through .data": through_data,
-    "new .data": new_data,
-    "load_state_dict": load,
-    "assign=True": assign,
-    "swap_tensors": swap_tensors,
-}
-
-
-@pytest.mark.parametrize("factor", [0.01, 1.5, 100.0])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_weight_is_as_exact_as_in_a_fresh_conversion(change: str, factor: float, tmp_path: Path) -> None:
-    model, x = trained(nn.Linear(32, 48, bias=False)), torch.randn(64, 32)
-    assert isinstance(model, nn.Linear)
-    CHANGES[change](model, model.weight.detach() * factor)
-    plain = unconvert(copy.deepcopy(model))
-    fresh = convert(copy.deepcopy(plain))
-    expected = plain(x).detach()
-    bound = 1.1 * error(fresh(x), expected)
-    assert 0.02 < bound < 0.06
-    # in evaluation, in the next training step, and exported
-    with torch.no_grad():
-        assert error(model.eval()(x), expected) < bound
-    assert error(model.train()(x), expected) < bound
-    gradient = torch.randn(64, 48)
-    inputs = [x.clone().requires_grad_() for _ in range(3)]
-    for run, given in zip((model, plain, fresh), inputs):
-        run(given).backward(gradient)
-    assert error(inputs[0].grad, inputs[1].grad) < 1.1 * error(inputs[2].grad, inputs[1].grad)
-    scaling_state(model).update()
-    export(model, tmp_path)
-    loaded = load_exported(nn.Linear(32, 48, bias=False), tmp_path)
-    with torch.no_grad():
-        assert error(loaded(x), expected) < bound
-        # and it continues
-        assert error(model.eval()(x), expected) < bound
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -191,36 +124,6 @@ def test_a_bias_alone_belongs_to_its_layer() -> None:
     load(model, {"2.bias": torch.randn(16)})
     history = scaling_state(model).amax_history
     assert (history > 0).any(0).tolist() == [True, False] * 2
-
-
-@pytest.mark.parametrize("weights_first", [False, True])
-def test_weights_and_scales_in_either_order(weights_first: bool) -> None:
-    source, model = trained(small_mlp()), trained(small_mlp())
-    weights, scales = source.state_dict(), scaling_state(source).state_dict()
-    for part in (weights, scales) if weights_first else (scales, weights):
-        (model if part is weights else scaling_state(model)).load_state_dict(part)
-    state, expected = scaling_state(model), scaling_state(source)
-    assert torch.equal(state.amax_history, expected.amax_history)
-    assert torch.equal(state.scale[: state.delayed], expected.scale[: state.delayed])
-    # histories that came before the last update are those of the weights of then
-    state.update()
-    model.load_state_dict(weights)
-    assert not state.amax_history.any()
-
-
-def test_reset() -> None:
-    model = trained(small_mlp())
-    state = scaling_state(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(10)
-    # nothing but a load and this empties histories
-    model(torch.randn(4, 32))
-    assert state.amax_history.any()
-    state.reset()
-    assert not state.amax_history.any()
-    fresh, x = convert(unconvert(copy.deepcopy(model)), state.recipe), torch.randn(4, 32)
-    assert torch.equal(model(x), fresh(x))
 
 
 @pytest.mark.parametrize("frozen_weights", ["master", "fp8"])

@@ -146,21 +146,23 @@ def test_state_dict_round_trip_through_a_weights_only_file() -> None:
     assert other.amax_history.count_nonzero() == 0
 
 
-@pytest.mark.parametrize(("length", "history"), [(2, [0.5, 0.25]), (6, [0.5, 0.25, 0, 0, 0, 0])])
-def test_another_window_length_keeps_the_newest_entries(length: int, history: list[float]) -> None:
-    other = ScalingState(["a", "b"], DelayedScaling(amax_history_len=length))
-    other.load_state_dict(filled().state_dict())
-    assert other.amax_history[:, 0].tolist() == history
-
-
 MALFORMED: dict[str, tuple[str, Any]] = {
-    "a negative amax": ("amax_history", [-1.0]),
-    "an amax too large for float32": ("amax_history", [1e39]),
-    "a gap": ("amax_history", [0.0, 1.0]),
-    "a counter that is NaN": ("nonfinite_steps", NAN),
-    "a counter below 0": ("nonfinite_steps", -1),
-    "half a step": ("nonfinite_steps", 1.5),
-    "a counter without end": ("nonfinite_steps", INF),
+    "a negative amax": ("amax_history", torch.tensor([-1.0])),
+    "an infinite amax": ("amax_history", torch.tensor([INF])),
+    "an amax too large for float32": ("amax_history", torch.tensor([1e39], dtype=torch.float64)),
+    "a gap": ("amax_history", torch.tensor([0.0, 1.0])),
+    "a history of two dimensions": ("amax_history", torch.ones(1, 2)),
+    "a history without a dimension": ("amax_history", torch.tensor(1.0)),
+    "a list": ("amax_history", [1.0, 2.0]),
+    "a counter that is NaN": ("nonfinite_steps", torch.tensor(NAN)),
+    "a counter below 0": ("nonfinite_steps", torch.tensor(-1)),
+    "half a step": ("nonfinite_steps", torch.tensor(1.5)),
+    "a counter without end": ("nonfinite_steps", torch.tensor(INF)),
+    "a complex counter": ("nonfinite_steps", torch.tensor(1j)),
+    "no tensor": ("nonfinite_steps", 0),
+    "two flags": ("in_fp8", torch.ones(2)),
+    "a word": ("in_fp8", "no"),
+    "nothing": ("is_current", None),
 }
 
 
@@ -168,7 +170,7 @@ MALFORMED: dict[str, tuple[str, Any]] = {
 def test_values_that_the_state_cannot_hold_are_refused(what: str) -> None:
     state, entries = filled(), filled().state_dict()
     before, (field, value) = copy.deepcopy(state), MALFORMED[what]
-    entries["b.input"][field] = torch.tensor(value, dtype=torch.float64)
+    entries["b.input"][field] = value
     with pytest.raises(ValueError, match=r"The scaling state of 'b\.input' must"):
         state.load_state_dict(entries)
     assert same(state, before)

@@ -178,14 +178,9 @@ ANOTHER_FORM: dict[str, tuple[Callable[[Entries], Any], str]] = {
     ),
     "the weights": (lambda file: {"a.weight": torch.zeros(3)}, "must map names of tensors to their entries"),
     "a list": (lambda file: [1], "must map names of tensors to their entries"),
-    "a number": (lambda file: {**file, "b.input": {**file["b.input"], "in_fp8": True}}, "in_fp8 bool"),
-    "a hole": (
-        lambda file: {**file, "b.input": {**file["b.input"], "amax_history": torch.tensor([0.0, 1.0])}},
-        "zeros only behind them",
-    ),
-    "an infinity": (
-        lambda file: {**file, "b.input": {**file["b.input"], "amax_history": torch.tensor([float("inf")])}},
-        "finite amaxes",
+    "an entry that is no mapping": (
+        lambda file: {**file, "b.input": None},
+        "must map names of tensors to their entries",
     ),
 }
 

@@ -358,6 +358,7 @@ def write_and_train(machine: ConvertedModel, seed: int, skipped: str) -> None:
 
 # that the random choice may leave out
 RARE: dict[str, Callable[[ConvertedModel], None]] = {
+    "weights alone": lambda machine: machine.load(0, 0, ["weights"], frozenset("b"), assign=False),
     "weights, their scales, other weights": lambda machine: machine.load(
         0, 0, ["weights", "scales", "weights"], frozenset(), assign=False
     ),

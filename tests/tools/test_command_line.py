@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from lightning.pytorch.cli import LightningCLI
 from repository import ROOT
 from warm import run_warm
 
-import lightning_fp8
 from lightning_fp8 import __main__ as entry
 from lightning_fp8.cli import Fp8CLI, main
 from lightning_fp8.examples import ByteGPT
@@ -76,20 +74,6 @@ def test_an_unknown_command(
     assert f"python -m lightning_fp8: error: there is no command '{word}'.{meant}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("called", ["lightning-fp8", "lightning-fp8.exe", "__main__.py"])
-def test_lightnings_commands_say_how_the_program_was_called(
-    called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [f"/somewhere/{called}"])
-    name = "python -m lightning_fp8" if called == "__main__.py" else "lightning-fp8"
-    for arguments in (["--help"], ["fit", "--nonsense"]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        said = "".join(capsys.readouterr())
-        assert f"usage: {name} " in said
-        assert "__main__" not in said
-
-
 MODEL = """
 import lightning.pytorch as pl, torch
 class Own(pl.LightningModule):
@@ -120,24 +104,6 @@ def test_the_program_finds_the_users_modules_and_needs_no_data(tmp_path: Path) -
     ran = run_warm("-c", program, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "width 6" in ran.stdout
-
-
-@pytest.mark.parametrize("command", ["", *LightningCLI.subcommands(), *TOOLS])
-def test_help_is_text_for_a_terminal_and_every_command_has_a_version(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    printed = {}
-    for option in ("--help", "--version"):
-        monkeypatch.setattr(sys, "argv", ["/site/lightning_fp8/__main__.py", *filter(None, [command]), option])
-        with contextlib.suppress(SystemExit):
-            entry.run()
-        printed[option] = capsys.readouterr().out
-    lines = printed["--help"].splitlines()
-    assert lines[0].startswith(f"usage: python -m lightning_fp8 {command or 'COMMAND'} ")
-    assert len(lines) > 10
-    assert [line for line in lines if len(line) > 80 or "``" in line] == []
-    assert printed["--version"] == f"lightning-fp8 {lightning_fp8.__version__}\n"
 
 
 @pytest.mark.parametrize(

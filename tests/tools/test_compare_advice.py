@@ -15,7 +15,7 @@ from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.scaling.recipe import as_recipe
 from lightning_fp8.tools.compare import command
 from lightning_fp8.tools.compare.advice import advise, worse_loss
-from lightning_fp8.tools.compare.command import as_table, main
+from lightning_fp8.tools.compare.command import main
 from lightning_fp8.tools.compare.variants import plugin_settings
 
 THREE = ["bf16-mixed", "bf16-true", "fp8-delayed"]
@@ -179,10 +179,3 @@ def test_negative_losses_and_losses_near_zero() -> None:
     # for a loss that is still large, 1% is the limit
     assert not worse_loss({**near, "loss": 2.02}, {**learnt, "loss": 2.001})
     assert worse_loss({**near, "loss": 2.03}, {**learnt, "loss": 2.0})
-
-
-def test_table_without_tokens_and_with_a_failure() -> None:
-    table = as_table([row("bf16-mixed", 10, val_loss=None), {"variant": "bf16-true", "error": "x"}])
-    assert "tokens/s" not in table
-    assert "val loss" not in table
-    assert table.splitlines()[-1].split() == ["bf16-true", *"------"]

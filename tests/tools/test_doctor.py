@@ -18,23 +18,18 @@ from warm import run_warm
 import lightning_fp8
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import CompileError, nvrtc_version
-from lightning_fp8 import __main__ as entry
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.doctor import (
     Diagnosis,
-    Problem,
-    Section,
-    child,
     command,
     examine,
     hardware,
     kernel_checks,
-    page,
     precisions,
     software,
 )
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+GPU = torch.device("cuda:0")
 FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "fp8-mx")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is found where there is no GPU")
 
@@ -77,13 +72,6 @@ def test_without_a_gpu_kernels_are_compiled_and_kept() -> None:
     assert value(second, "GPU and toolchain", "compiled kernels") == f"2 by NVRTC {version}"
 
 
-def test_cubins_of_another_nvrtc_are_said_to_be_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "cached_by_version", lambda: {"12.9": 7})
-    monkeypatch.setattr(hardware, "nvrtc_version", lambda: (13, 1))
-    said = value(examine(compile=False), "GPU and toolchain", "compiled kernels")
-    assert said == "7 by NVRTC 12.9, which is not used here: NVRTC 13.1 compiles its own"
-
-
 BROKEN_PARTS: dict[str, tuple[Any, str]] = {
     "Versions": (software, "versions"),
     "GPU and toolchain": (hardware, "describe"),
@@ -123,30 +111,6 @@ def test_the_gravest_counts_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows(found, "Warnings") == [{"said meanwhile": "The NVIDIA driver is too old"}]
 
 
-@pytest.mark.parametrize(
-    ("status", "compile", "verdict"),
-    [
-        (0, True, "(cuda:0)."),
-        (0, False, "as far as is known without compiling them (--quick)."),
-        (1, False, "not with all"),
-    ],
-)
-def test_verdicts_with_a_gpu(status: int, compile: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def describe(findings: Diagnosis, devices: list[torch.device], compiles: bool) -> bool:
-        assert (devices, compiles) == ([GPU], True)
-        findings.problems += [Problem(1, "what", "do")] * status
-        return True
-
-    monkeypatch.setattr(hardware, "gpus", lambda: [GPU])
-    monkeypatch.setattr(hardware, "unfit", lambda *_: set())
-    monkeypatch.setattr(hardware, "describe", describe)
-    monkeypatch.setattr(precisions, "describe", lambda *_: None)
-    monkeypatch.setattr(kernel_checks, "on_device", lambda *_: [])
-    found = examine(compile=compile)
-    assert found.status == status
-    assert verdict in found.verdict
-
-
 # --- kernels ---
 
 
@@ -168,27 +132,6 @@ def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
     # each is named before it is tried
     assert shown[0] == "sm_89: cast_weights: "
     assert shown[1].endswith(": CompileError: expected a ;\n")
-
-
-@pytest.mark.parametrize(
-    ("attempt", "expected"),
-    [
-        ((None, False, 1.0, 2.0), ("from the cache", "passed", 2.0)),
-        (("wrong codes", False, 1.0, 2.0), ("from the cache", "failed", 2.0)),
-        (("no binary", True, 1.0, None), ("failed", "not run: not loaded", None)),
-    ],
-)
-def test_a_job_is_a_self_test(attempt: tuple[Any, ...], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    made = kernels.Attempt(None, *attempt)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernels, "try_kernel", lambda *what, **how: given.append((what, how)) or made)
-    monkeypatch.setattr(child, "is_cached", lambda *_: True)
-    found = child.test({"device": "cuda:0", "kernel": "update_scales"})
-    # it is tested again, whatever an earlier test gave
-    assert given == [((TWO[1], GPU), {"test_again": True})]
-    assert (found["compiled"], found["self_test"], found["self_test_s"]) == expected
-    assert (found["failure"], found["unavailable"], found["compile_s"]) == attempt[:3]
 
 
 # the processes of real workers, without torch: a kernel is called by what happens to it
@@ -240,25 +183,6 @@ def test_a_kernel_that_hangs_costs_its_limit_and_no_more(monkeypatch: pytest.Mon
 # --- the page and the command ---
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_page(width: int) -> None:
-    table = Section("A title", ("what", "found"), (("a[b]", "word " * 40), ("/" + "x" * 200, "")))
-    problem = Problem(1, "Something " * 20, "pip install cupy-cuda13x and a line of quite some length")
-    found = Diagnosis(1, "It runs.", [problem], [table])
-    text = page.page(found, width)
-    lines = text.splitlines()
-    assert all(len(line) <= width for line in lines if "->" not in line)
-    # complete, to be copied
-    assert "   -> pip install cupy-cuda13x and a line of quite some length" in lines
-    assert "Status 1: It runs." in lines
-    assert "a[b]" in text
-    assert "".join(problem.what.split()) in "".join(text.split())
-    data = json.loads(json.dumps(found.as_dict()))
-    assert set(data) == {"status", "verdict", "problems", "sections", "kernels"}
-    assert data["problems"] == [{"status": 1, "what": problem.what, "do": problem.do}]
-    assert data["sections"]["A title"][0] == {"what": "a[b]", "found": "word " * 40}
-
-
 @pytest.mark.parametrize(
     ("arguments", "places"),
     [
@@ -295,29 +219,3 @@ def test_the_command_on_a_machine_in_a_bad_state() -> None:
     for words in ("-> unset LIGHTNING_FP8_BACKEND", "-> export LIGHTNING_FP8_CACHE_DIR=", "Status 1: no GPU"):
         assert words in ran.stdout
     assert "\033" not in ran.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--compile", "sm_70"], "argument --compile: invalid choice: 'sm_70'"),
-        (["--quick", "--compile", "sm_90a"], "argument --compile: not allowed with argument --quick"),
-        (["--time-limit", "0"], "an integer of at least 1, got '0'"),
-    ],
-)
-def test_wrong_arguments_are_not_a_diagnosis(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-fp8", "doctor", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        entry.run()
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert said in printed.err
-
-
-def test_help_explains_the_statuses(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--help"])
-    text = capsys.readouterr().out
-    assert all(f"\n  {status}  " in text for status in (0, 1, 2))

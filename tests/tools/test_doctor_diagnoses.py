@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 import lightning_fp8
 from kernels_cuda.cache import cache_folder
 from kernels_cuda.compile import KernelsUnavailable
-from lightning_fp8.ops.cuda import gemm_table, kernels
+from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.tools.doctor import Diagnosis, KernelCheck, Problem, hardware, kernel_checks, precisions, software
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -198,24 +198,6 @@ def test_mx_runs_on_a_kernel_on_cublaslt_or_not(
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
     row = described(monkeypatch, capability)[1]["fp8-mx"]
     assert (row["runs"].split(": it")[0], row["casts"], row["GEMMs"]) == expected
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-def test_gemms_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    texts = []
-    shape = {"m": 256, "n": 256, "promote": True, "output": "bfloat16", "splits": 1, "p50_us": 10.0}
-    for k, theirs, backend in ((64, 11.0, "auto"), (128, 9.0, "auto"), (64, 1.0, "reference")):
-        monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
-        texts.append(described(monkeypatch, capability)[1]["fp8-delayed"]["GEMMs"])
-        row = {**shape, "k": k, "configuration": "256x128 s4 c2", "cublaslt_p50_us": theirs}
-        if capability == (9, 0):
-            gemm_table.keep("NVIDIA H200", capability, row, False)
-            gemm_table.rows.cache_clear()
-    ours = [
-        "own kernels or torch._scaled_mm, measured at first use",
-        "own kernels for 1 of 1 measured, else torch._scaled_mm; others measured at first use",
-    ]
-    assert texts == [*(ours if capability == (9, 0) else ["torch._scaled_mm"] * 2), "torch._scaled_mm"]
 
 
 def checked(kernel: str, failure: str | None = None, self_test: str = "passed", **others: Any) -> KernelCheck:

@@ -8,27 +8,22 @@ import re
 import shlex
 import shutil
 import subprocess
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from documented import text_of
-from host_kernels import HostKernel
 from repository import ROOT
 from warm import run_warm
 
 from benchmarks.suites import SUITES
-from kernels_cuda import cache, casts, gemm_variants
-from lightning_fp8.ops.cuda import kernels, self_test, self_test_gemm
+from kernels_cuda import cache
 from lightning_fp8.tools.tune.command import parse_layers
 
 SCRIPT = ROOT / "benchmarks" / "first_contact.sh"
 GRACE_S = 10
 STAGES = (1, 2, 3, 4)
-FEW = ("cast_weights", "update_scales")
 pytestmark = pytest.mark.skipif(shutil.which("timeout") is None, reason="the script needs GNU's timeout")
 
 
@@ -102,21 +97,6 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
     assert sum(limits) <= 28 * 60
 
 
-def test_the_numbers_of_the_notes(tmp_path: Path, programs: Path) -> None:
-    notes = text_of("docs/gpu-notes.md")
-    compiled, in_blocks, grouped = re.findall(r"(\d+) kernels, (\d+) of them .*?\s.*? and (\d+) for groups", notes)[0]
-    names = [one.name for one in kernels.variants((9, 0), every=True)]
-    assert len(names) == int(compiled)
-    assert sum("GROUPED=" in name for name in names) == int(grouped)
-    of_blocks = ("cast_blocks", "cast_mx", "cast_weights SQUARES", "cast_weights MX", "B_SCALE_ROWS")
-    assert sum(any(word in name for word in of_blocks) for name in names) == int(in_blocks)
-    for stage in STAGES:
-        limits = [int(limit) for limit in re.findall(rf"^\| {stage} \|.*\| (\d+) s \|", notes, re.MULTILINE)]
-        # the first row has that of `nvidia-smi`, too
-        steps = run(tmp_path, stage)[1][stage > 1 :]
-        assert sum(limits) == sum(float(step.limit) for step in steps)
-
-
 def test_cases_and_layers_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     gpu, found = torch.device("cuda"), {}
     for stage in STAGES:
@@ -171,27 +151,6 @@ def test_tests_are_ones_that_there_are(tmp_path: Path, programs: Path) -> None:
     assert sorted(set(once)) == sorted(once)
 
 
-class Counting(HostKernel):
-    launches = 0
-
-    def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
-        type(self).launches += 1
-        super().__call__(grid, *arguments)
-
-
-def test_profiles_are_of_a_case_and_not_of_a_self_test(tmp_path: Path, programs: Path) -> None:
-    cpu, defines = torch.device("cpu"), casts.variant(torch.bfloat16, "e4m3", "none", False)
-    kernel = Counting(("cast_transpose", defines), casts.layout(defines), casts.THREADS, 0)
-    assert self_test.cast_transpose(cpu, torch.bfloat16, "e4m3", "none", False, kernel) is None
-    (some,) = gemm_variants.configurations((8, 9), True)
-    of_gemm = len(self_test_gemm._shapes(some, kernel))
-    steps = [shlex.split(step.command) for step in run(tmp_path, 4)[1] if step.command.startswith("'ncu'")]
-    skipped = {words[words.index("-k") + 1]: int(words[words.index("-s") + 1]) for words in steps}
-    assert skipped == {"regex:gemm_sm": of_gemm, "regex:cast_transpose": Counting.launches}
-    # as in all other steps
-    assert all(words[words.index("--clock-control") + 1] == "none" for words in steps)
-
-
 def test_memory_is_checked_outside_of_torchs_cache(tmp_path: Path, programs: Path) -> None:
     stand_in(programs, "compute-sanitizer", 'echo "cache: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-torch}"')
     stand_in(programs, "python", 'echo "cache: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-torch}"')
@@ -199,18 +158,6 @@ def test_memory_is_checked_outside_of_torchs_cache(tmp_path: Path, programs: Pat
     checks = sum(step.name.startswith("memory check") for step in steps)
     assert ran.stdout.count("cache: 1\n") == checks == 2
     assert ran.stdout.count("cache: torch\n") == sum(step.command.startswith("'python'") for step in steps)
-
-
-def test_python3_runs_where_there_is_no_python(tmp_path: Path, programs: Path) -> None:
-    (programs / "python").unlink()
-    stand_in(programs, "python3", 'echo "$*"')
-    for name in ("bash", "awk", "chmod", "cp", "date", "dirname", "git", "mkdir", "mkfifo", "mktemp", "rm", "sleep"):
-        (programs / name).symlink_to(shutil.which(name) or name)
-    for name in ("stat", "tee", "timeout", "truncate"):
-        (programs / name).symlink_to(shutil.which(name) or name)
-    _, steps = run(tmp_path, 2, PATH=str(programs))
-    assert [step.name for step in steps if step.status != "0"] == ["machine"]
-    assert all(step.command.startswith("'python3'") for step in steps[1:])
 
 
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
@@ -277,45 +224,3 @@ def test_cubins_that_anybody_could_have_written_are_used_as_ones_own(tmp_path: P
     assert cache.read(used / "a.cubin") == b"\x7fELF"
     # and a table that was measured on a machine that is gone
     assert cache.read(used / "gemm-nvidia-h100.json") == b"{}"
-
-
-@pytest.mark.parametrize("stage", ["", "5", "all"])
-def test_another_stage_is_refused(tmp_path: Path, programs: Path, stage: str) -> None:
-    ran, steps = run(tmp_path, stage)
-    assert (ran.returncode, steps) == (64, [])
-    assert "1|2|3|4" in ran.stderr
-    assert not (tmp_path / "out").exists()
-
-
-# two of its kernels; the tests of their machine code compile all
-DOCTOR = f"""
-from lightning_fp8.__main__ import run
-from lightning_fp8.ops.cuda import kernels
-every = kernels.variants
-kernels.variants = lambda *which: [one for one in every(*which) if one.family in {FEW!r}]
-run()"""
-
-
-@pytest.mark.slow
-def test_without_a_gpu_each_command_says_why(tmp_path: Path, programs: Path) -> None:
-    """The real programs accept the commands: one of each, as the others differ in words that other tests look up."""
-    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    said = {}
-    chosen = ("versions", "doctor", "casts", "tune 8192x4096x16384", "dgrad 8192x4096x16384")
-    for step in (step for stage in (1, 2) for step in run(tmp_path, stage)[1]):
-        if step.name in chosen:
-            _, *arguments = shlex.split(step.command)
-            if step.name == "doctor":
-                arguments = ["-c", DOCTOR, *arguments[2:]]
-            ran = run_warm(*arguments, env=environment)
-            said[step.name] = ran.stdout + ran.stderr
-    for text in said.values():
-        assert "usage:" not in text
-        assert "Traceback" not in text
-    versions, doctor, tests, *measured = said.values()
-    # as it was installed: what torch says of itself may have a local part more
-    assert f"\ntorch=={version('torch')}\n" in versions
-    assert re.findall(r"(?m)^sm_90a: (\w+).*: compiled", doctor) == list(FEW)
-    assert re.search(r"collected (\d+) items / \1 deselected / 0 selected", tests)
-    assert len(measured) == 2
-    assert all(re.search(r"needs? a CUDA GPU|on a CUDA GPU", text) and "none was found" in text for text in measured)

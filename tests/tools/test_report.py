@@ -29,7 +29,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.charts import curve_keys, curves, loss_keys, role_charts, thinned
+from lightning_fp8.tools.report.charts import curve_keys, curves, loss_keys, thinned
 from lightning_fp8.tools.report.command import main
 from lightning_fp8.tools.report.runs import ReadError, Run, Series, read_csv, read_runs
 from lightning_fp8.tools.report.tensors import tensors_of
@@ -291,22 +291,6 @@ def test_which_metrics_are_curves() -> None:
     assert curve_keys([run]) == ["train_loss", "val_loss", "aux_loss", "lr"]
     assert loss_keys(curve_keys([run])) == ["train_loss", "val_loss"]
     assert loss_keys(["lr", "other"]) == ["lr"]
-
-
-def test_charts_of_roles() -> None:
-    values = {"median": 2.0, "min": -1.0, "max": math.inf}
-    keys = [f"fp8/{role}/{of}" for role in ("input", "grad_output") for of in ("headroom_bits", "saturated_fraction")]
-    run = run_of({f"{key}/{name}": ([4, 8], [value, 1e39]) for key in keys for name, value in values.items()})
-    charts = role_charts(run)
-    assert {quantity: chart.is_share for quantity, chart in charts.items()} == {
-        "headroom_bits": False,
-        "saturated_fraction": True,
-    }
-    drawn = [(line.name, line.colour, line.style, line.values) for line in charts["headroom_bits"].lines]
-    # what float32 does not hold is a gap
-    assert drawn[:2] == [("input, median", 0, 0, [2.0, None]), ("input, min", 0, 2, [-1.0, None])]
-    assert [line.name for line in charts["saturated_fraction"].lines][2:] == ["grad_output, median", "grad_output, max"]
-    assert charts["saturated_fraction"].lines[3].values == [None, None]
 
 
 def test_final_values_and_their_difference() -> None:
