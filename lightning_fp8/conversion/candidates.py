@@ -138,6 +138,8 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
         # a converted layer may have been quantized since
         if has_own_operators(type(parameter)):
             return f"its {name} is of the class {type(parameter).__name__}, which has operators of its own"
+        if parameter.layout != torch.strided:
+            return f"its {name} is sparse ({parameter.layout})"
     if isinstance(layer, Fp8Module):
         return None
     if is_parametrized(layer) and not _has_computed_weight(layer):

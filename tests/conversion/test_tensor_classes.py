@@ -116,6 +116,16 @@ def test_a_class_that_only_marks_its_tensors_is_converted(marked: Any) -> None:
     assert kinds == {type(parameter) for parameter in model.parameters()}
 
 
+def test_a_layer_with_a_sparse_weight_stays_plain() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse_csr())
+    hidden = model[0](x)
+    convert(model)
+    assert "its weight is sparse (torch.sparse_csr)" in {row.path: row.reason for row in describe(model)}["0"]
+    assert torch.equal(model[0](x), hidden)
+    assert torch.equal(model(x), model[1](hidden))
+
+
 def test_an_attention_whose_weights_have_operators_of_their_own() -> None:
     model = nn.Sequential(nn.MultiheadAttention(32, 2))
     attention: Any = model[0]
