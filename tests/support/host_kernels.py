@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import fcntl
 import functools
 import hashlib
@@ -12,11 +11,9 @@ import math
 import mmap
 import os
 import shutil
-import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -204,21 +201,6 @@ def host_tensor_map(
     assert box_columns * dtype.itemsize == 128
     fields = (address, rows, columns, row_bytes, box_rows, box_columns, dtype.itemsize)
     return struct.pack("Pqqqiii", *fields).ljust(128, b"\0")
-
-
-def ends_by(call: Callable[[], object]) -> int:
-    """The signal that ends a process in which ``call`` runs; 0 if none does."""
-    child = os.fork()
-    if not child:
-        try:
-            faulthandler.disable()
-            signal.alarm(60)
-            # the parent's other threads are not in the child
-            torch.set_num_threads(1)
-            call()
-        finally:
-            os._exit(0)
-    return -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class Guarded:
