@@ -33,7 +33,7 @@ class QuantizationProbe(RunWatcher):
     - ``fp8/<module path>/kurtosis``: of its input, ``mean((x - mean(x))^4) / mean((x - mean(x))^2)^2`` over all its
       numbers; 3 if they are normally distributed. It grows with outliers long before the loss shows them (arXiv
       2505.20524). No unit.
-    - ``fp8/<module path>/outlier_share``: for the last layer of a SwiGLU block of a known form, the share of the
+    - ``fp8/<module path>/outlier_share``: for the last layer of a SwiGLU block of a known class, the share of the
       numbers of its input with ``|x| > 10 sqrt(mean(x^2))``, 0 to 1. SwiGLU amplifies outliers in long runs (arXiv
       2409.12517).
 

@@ -50,8 +50,8 @@ def convert(
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
     converted model again converts the layers that have been added since; the others keep their histories.
 
-    A module that computes a feed-forward block of a known form, such as an ``nn.Sequential`` or the MLPs of GPT-2,
-    Llama, BERT and ViT in transformers, runs the block fused unless something needs its parts; see
+    A feed-forward block of a known class, such as an ``nn.Sequential`` or the MLPs of GPT-2, Llama, BERT and ViT in
+    transformers, runs fused unless something needs its parts. In your own block, call
     :func:`lightning_fp8.feed_forward`.
 
     Args:
@@ -181,7 +181,7 @@ def describe(
     embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is
     large if it and those at the same path in other layers of a stack make up at least 1% of the model's parameters.
 
-    The row of a converted layer in a feed-forward block of a known form says whether the block runs fused in the
+    The row of a converted layer in a feed-forward block of a known class says whether the block runs fused in the
     model's current mode, and if not, why.
 
     The arguments are those of :func:`convert`; all but ``ignore_modules`` default to those of the last conversion.

@@ -1,6 +1,6 @@
 """Feed-forward blocks of known classes, run fused: conversion changes the class of the object that holds the parts.
 
-A class is recognised by what its method computes, not by its name: see ``block_forms``.
+A class is recognised by the source of its method: see ``known_blocks``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_fp8.modules.adapters import adapted_layer
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.block_forms import Form, form_of_class
 from lightning_fp8.modules.class_swap import exchange_class, own_class
 from lightning_fp8.modules.computed_weight import is_computed
 from lightning_fp8.modules.feed_forward import (
@@ -22,6 +21,7 @@ from lightning_fp8.modules.feed_forward import (
     reason_against_fusing,
     run_block,
 )
+from lightning_fp8.modules.known_blocks import Form, form_of_class
 from lightning_fp8.modules.linear import LinearForward
 
 Step = FeedForward | Callable[[Tensor], Tensor]

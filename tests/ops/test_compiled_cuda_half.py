@@ -15,7 +15,15 @@ from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
+from lightning_fp8 import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXScaling,
+    convert,
+    feed_forward,
+    scaling_state,
+)
 from lightning_fp8.scaling.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:dynamo_pgo force disabled")
@@ -47,14 +55,14 @@ class Gated(nn.Module):
         self.down, self.act = nn.Linear(HIDDEN, INPUTS), nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.gate(x)) * self.up(x))
+        return feed_forward((self.gate, self.up), self.act, self.down, x)
 
 
 def converted(recipe: Recipe, dtype: str) -> nn.Module:
     """Each kind of layer, in blocks a linear one."""
     torch.manual_seed(0)
-    feed_forward = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, INPUTS))
-    parts = [] if recipe.current.blocks else [Gated(), feed_forward]
+    block = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, INPUTS))
+    parts = [] if recipe.current.blocks else [Gated(), block]
     model = nn.Sequential(*parts, nn.Linear(INPUTS, HIDDEN, bias=False), nn.Linear(HIDDEN, OUTPUTS, bias=False))
     return convert(model.to(DTYPES[dtype]), recipe, min_features=0)
 

@@ -77,21 +77,24 @@ def encoder(activation: str = "gelu") -> nn.Module:
 
 
 class Mine(nn.Module):
-    """A user's class with the form of ViT's MLP."""
+    """A user's copy of ViT's MLP."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.act, self.two = nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+        self.fc1, self.activation_fn, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """With a docstring."""
-        hidden = self.act(self.one(hidden))
-        return self.two(hidden)
+    def forward(self, hidden_states: Tensor | None) -> Tensor:
+        """With a docstring, and other annotations."""
+        hidden_states = self.fc1(hidden_states)
+        # and a comment
+        hidden_states = self.activation_fn(hidden_states)
+        hidden_states = self.fc2(hidden_states)
+        return hidden_states
 
 
 class Scaled(Mine):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return 2 * self.two(self.act(self.one(hidden)))
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return 2 * self.fc2(self.activation_fn(self.fc1(hidden_states)))
 
 
 class SequentialOfAnotherKind(nn.Sequential):
