@@ -74,10 +74,14 @@ class Scale(NamedTuple):
 
 def largest_in(kind: Kind, values: Tensor) -> Tensor:
     """The largest of nonnegative values ``[E, N, K]`` for each number of a scale, ``[E, rows, columns]``."""
-    height, width = (size if side is None else side for size, side in zip(values.shape[-2:], SIDES[kind]))
-    rows, columns = values.shape[-2:]
-    padded = F.pad(values, (0, -columns % width, 0, -rows % height))
-    return padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height)).amax((-3, -1))
+    for dim, side in zip((-2, -1), SIDES[kind]):
+        if side is None:
+            values = values.amax(dim, keepdim=True)
+        elif side > 1:
+            if rest := -values.shape[dim] % side:
+                values = F.pad(values, (0, 0, 0, rest) if dim == -2 else (0, rest))
+            values = values.unflatten(dim, (-1, side)).amax(dim)
+    return values
 
 
 def scale_of_pieces(
