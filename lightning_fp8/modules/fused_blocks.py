@@ -6,6 +6,7 @@ A class is recognised by the source of its method: see ``known_blocks``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -205,13 +206,24 @@ def _run_two_modules(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Te
     return cast(Tensor, norm(dropout(run_block(block, x)) + x))
 
 
+def _with_signature(run: Callable[..., Tensor], method: Callable[..., Any]) -> Callable[..., Tensor]:
+    # transformers reads how many arguments a method has
+    def like_the_method(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
+        return run(self, *args, **named)
+
+    like_the_method.__signature__ = signature(method)  # type: ignore[attr-defined]
+    return like_the_method
+
+
 _classes: dict[tuple[type[nn.Module], Form], type[Fp8FeedForward]] = {}
 
 
 def _fused_class(kind: type[nn.Module], form: Form) -> type[Fp8FeedForward]:
     """The one fused class for all modules of a class."""
     if (kind, form) not in _classes:
-        run = _run_two_modules if form.kind == "two modules" else _run_steps
+        run = _with_signature(
+            _run_two_modules if form.kind == "two modules" else _run_steps, getattr(kind, form.method)
+        )
         attributes = {"plain_class": kind, "form": form, form.method: run}
         attributes |= {"__doc__": kind.__doc__, "__module__": kind.__module__}
         _classes[kind, form] = type(f"Fp8{kind.__name__}", (Fp8FeedForward, kind), attributes)

@@ -252,8 +252,8 @@ def in_transform() -> bool:
 
 
 def may_get_gradient(weight: Tensor) -> bool:
-    """Whether the weight is trained; a tensor inside ``vmap`` does not say."""
-    return weight.requires_grad or in_transform()
+    """Whether the weight is trained; a tensor inside ``vmap`` does not say, outside of a compiler."""
+    return weight.requires_grad or (not is_dynamo_compiling() and in_transform())
 
 
 def can_keep_copies(weight: Tensor) -> bool:
