@@ -6,15 +6,13 @@ something else is not mistaken for it.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Mapping
 from functools import cache
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from lightning_fp8.modules.known_source import digest_of, source_digest
 
 
 class KnownLinear(NamedTuple):
@@ -89,33 +87,11 @@ KNOWN: dict[str, KnownLinear] = {
 }
 
 
+@cache
+def _known() -> dict[tuple[str, str], KnownLinear]:
+    return {(name, digest_of(source)): known for name, known in KNOWN.items() for source in known.forwards}
+
+
 def known_linear(kind: type[nn.Module]) -> KnownLinear | None:
     """What is known of a class; None for one that is not known, or defines no ``forward``, or an unknown one."""
-    name, forward = f"{kind.__module__}.{kind.__qualname__}", vars(kind).get("forward")
-    if name not in KNOWN or not isinstance(forward, FunctionType):
-        return None
-    # the code, as `inspect` would look through a wrapper
-    return KNOWN[name] if _is_known(name, forward.__code__) else None
-
-
-@cache
-def _is_known(name: str, code: CodeType) -> bool:
-    try:
-        source = normalized(inspect.getsource(code))
-    except (OSError, SyntaxError):
-        # there is no source file, or this is no function of its own lines
-        return False
-    return source in map(normalized, KNOWN[name].forwards)
-
-
-def normalized(source: str) -> str:
-    """The syntax tree of a function, as text, without comments, docstring and annotations."""
-    (function,) = ast.parse(textwrap.dedent(source)).body
-    if isinstance(function, ast.FunctionDef):
-        function.returns = None
-        for node in ast.walk(function.args):
-            if isinstance(node, ast.arg):
-                node.annotation = None
-        if ast.get_docstring(function) is not None:
-            del function.body[0]
-    return ast.dump(function)
+    return _known().get((f"{kind.__module__}.{kind.__qualname__}", source_digest(vars(kind).get("forward"))))

@@ -33,9 +33,14 @@ def source_digest(function: object) -> str:
 def _digest(code: CodeType) -> str:
     try:
         # the source of this code; that of a function may be of what it wraps
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+        return digest_of(inspect.getsource(code))
     except (OSError, SyntaxError, ValueError):
         return ""
+
+
+def digest_of(source: str) -> str:
+    """The same for the source of one function, as text."""
+    (definition,) = ast.parse(textwrap.dedent(source)).body
     if not isinstance(definition, ast.FunctionDef):
         return ""
     if ast.get_docstring(definition) is not None:
