@@ -25,8 +25,8 @@ def make(seed):
 
 
 def train(how):
-    # the base of rank 0 is broadcast
-    model = convert(make(rank), frozen_weights=how)
+    # DDP broadcasts the base of rank 0, which all have
+    model = convert(make(0), frozen_weights=how)
     run, optimizer, losses = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(3):
         torch.manual_seed(10 * step + rank)
@@ -42,6 +42,11 @@ def train(how):
 (_, result["master"]), (model, result["fp8"]) = train("master"), train("fp8")
 result["payloads"] = [model[at].weight.payload for at in (0, 2)]
 result["of rank 0"] = [convert(make(0), frozen_weights="fp8")[at].weight.payload for at in (0, 2)]
+
+# here rank 1 gets other values than it has
+other = convert(make(rank), frozen_weights="fp8")
+y = DistributedDataParallel(other)(torch.ones(4, 32)).detach()
+result["of another base"] = other.state_dict()["0.weight"], type(other[0].weight).__name__, y
 
 model = convert(make(0), frozen_weights="fp8")
 expected = model(torch.ones(4, 32)).detach()
@@ -61,11 +66,14 @@ result["told"] = [str(one.message) for one in told if "FP8 only" in str(one.mess
 def test_ddp_broadcasts_them_and_fully_shard_makes_masters(tmp_path: Path) -> None:
     ranks = run_processes(BODY, tmp_path)
     assert ranks[0]["fp8"] != ranks[1]["fp8"]
+    assert [rank["of another base"][1] for rank in ranks] == ["Fp8Parameter", "Parameter"]
     for rank in ranks:
         assert rank["fp8"] == rank["master"]
         for payload, expected in zip(rank["payloads"], rank["of rank 0"], strict=True):
             assert payload.equal(expected)
         assert rank["same"]
+        assert rank["of another base"][0].equal(ranks[0]["of another base"][0])
+        assert rank["of another base"][2].equal(ranks[0]["of another base"][2])
         assert rank["described"].endswith("weight keeps its master: it is sharded")
         replaced, no_effect = rank["told"]
         assert "The weight of '0' was to be kept in FP8 only and has been replaced, as by `fully_shard`" in replaced

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lit import Regression, by_hand, loader, long_window, make_trainer, same, seeded, warned
 from torch import Tensor, nn
 
@@ -154,8 +154,7 @@ class Mine(Precision):
 
 
 OTHERS = [
-    # Lightning's own fp16 autocast is bf16 on the CPU
-    ("16-mixed", "'bf16-mixed' (MixedPrecision)"),
+    (MixedPrecision("bf16-mixed", "cpu"), "'bf16-mixed' (MixedPrecision)"),
     (Mine(), "'mine' (Mine)"),
 ]
 
