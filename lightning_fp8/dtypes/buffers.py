@@ -24,15 +24,20 @@ def buffer_dtypes(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str
     - metrics, running statistics without a weight, and buffers of one byte, as in FP8: their own.
     """
     kept = modules_inside(module, keep_fp32)
+    named: dict[int, torch.dtype] = {}
     following: dict[int, torch.dtype] = {}
     in_fp32: dict[int, torch.dtype] = {}
     for layer in module.modules():
-        if layer in kept or (dtype.itemsize == 2 and not _has_dtypes_of_its_own(layer)):
-            needs_fp32 = layer in kept or is_weighted_loss(layer) or computes_in_fp32(layer)
-            for _, buffer in _floating_buffers(layer):
-                (in_fp32 if needs_fp32 else following)[id(buffer)] = torch.float32 if needs_fp32 else dtype
-    # a bare product may take what another module shares; only the user's word comes before that
-    named = {id(buffer): torch.float32 for layer in kept for _, buffer in _floating_buffers(layer)}
+        ids = [id(buffer) for _, buffer in _floating_buffers(layer)]
+        if layer in kept:
+            named |= dict.fromkeys(ids, torch.float32)
+        elif dtype.itemsize > 2 or _has_dtypes_of_its_own(layer):
+            continue
+        elif is_weighted_loss(layer) or computes_in_fp32(layer):
+            in_fp32 |= dict.fromkeys(ids, torch.float32)
+        else:
+            following |= dict.fromkeys(ids, dtype)
+    # a bare product may read a buffer that another module shares: only `keep_fp32` takes precedence over it
     return {**in_fp32, **following, **named}
 
 

@@ -93,7 +93,7 @@ class Content:
             if torch.equal(self.dequantized(), values):
                 return
             self.payload, self.payload_t = self.payload.new_empty(0, 0), None
-        # another tensor, by which a copy is known to be stale
+        # always a new tensor object, so that kept casts of the old values are dropped
         self.changed = values.detach()
 
     def amax_and_scale(self) -> tuple[Tensor, Tensor]:

@@ -186,7 +186,7 @@ def check_whole(gemm: Gemm, parameter: Tensor, what: str = "weight") -> None:
 def check_kind(gemm: Gemm, tensor: Tensor, what: str = "weight") -> None:
     """Raise a TypeError for a weight, or a bias, that would not have been converted."""
     is_castable = tensor.dtype in CASTABLE_DTYPES or what == "bias"
-    if is_castable and (type(tensor) is nn.Parameter or not has_own_operators(type(tensor))):
+    if is_castable and (type(tensor) in (nn.Parameter, Tensor) or not has_own_operators(type(tensor))):
         return
     former = gemm.converted_from if what == "weight" else "plain"
     raise TypeError(

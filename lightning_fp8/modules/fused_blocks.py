@@ -184,20 +184,14 @@ def _can_be_fused(block: FeedForward) -> bool:
     )
 
 
-def _run_steps(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
-    if named or len(args) != 1:
-        return cast(Tensor, getattr(self.plain_class, self.form.method)(self, *args, **named))
-    (x,) = args
+def _run_steps(self: Fp8FeedForward, x: Tensor) -> Tensor:
     for step in _steps(self, self.form):
         x = run_block(step, x) if isinstance(step, FeedForward) else step(x)
     return x
 
 
-def _run_two_modules(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
+def _run_two_modules(self: Fp8FeedForward, x: Tensor) -> Tensor:
     form = self.form
-    if named or len(args) != 1:
-        return cast(Tensor, getattr(self.plain_class, form.method)(self, *args, **named))
-    (x,) = args
     is_known = tuple(type(_at(self, name)) for name in form.around) == form.classes
     (block,) = _steps(self, form) if is_known else (None,)
     if not isinstance(block, FeedForward) or reason_against_fusing(block) is not None:
@@ -206,13 +200,17 @@ def _run_two_modules(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Te
     return cast(Tensor, norm(dropout(run_block(block, x)) + x))
 
 
-def _with_signature(run: Callable[..., Tensor], method: Callable[..., Any]) -> Callable[..., Tensor]:
-    # transformers reads how many arguments a method has
-    def like_the_method(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
-        return run(self, *args, **named)
+def _method(run: Callable[[Any, Tensor], Tensor], plain: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The method of a fused class; calls with other arguments than one tensor run the plain one."""
 
-    like_the_method.__signature__ = signature(method)  # type: ignore[attr-defined]
-    return like_the_method
+    def method(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
+        if named or len(args) != 1:
+            return cast(Tensor, getattr(self.plain_class, self.form.method)(self, *args, **named))
+        return run(self, *args)
+
+    # transformers counts the arguments of `feed_forward_chunk`
+    method.__signature__ = signature(plain)  # type: ignore[attr-defined]
+    return method
 
 
 _classes: dict[tuple[type[nn.Module], Form], type[Fp8FeedForward]] = {}
@@ -221,10 +219,8 @@ _classes: dict[tuple[type[nn.Module], Form], type[Fp8FeedForward]] = {}
 def _fused_class(kind: type[nn.Module], form: Form) -> type[Fp8FeedForward]:
     """The one fused class for all modules of a class."""
     if (kind, form) not in _classes:
-        run = _with_signature(
-            _run_two_modules if form.kind == "two modules" else _run_steps, getattr(kind, form.method)
-        )
-        attributes = {"plain_class": kind, "form": form, form.method: run}
+        run = _run_two_modules if form.kind == "two modules" else _run_steps
+        attributes = {"plain_class": kind, "form": form, form.method: _method(run, getattr(kind, form.method))}
         attributes |= {"__doc__": kind.__doc__, "__module__": kind.__module__}
         _classes[kind, form] = type(f"Fp8{kind.__name__}", (Fp8FeedForward, kind), attributes)
     return _classes[kind, form]

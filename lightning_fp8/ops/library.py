@@ -239,15 +239,15 @@ def is_watched(x: Tensor) -> bool:
 
 
 def backward_may_follow() -> bool:
-    """Whether what backward needs is to be made.
+    """Whether to prepare for a backward pass.
 
-    That is always so in ``torch.jit.trace``, which traces again without gradients, and raises if the programs differ.
+    ``torch.jit.trace`` always does: it traces again without gradients, and raises if the two programs differ.
     """
     return torch.is_grad_enabled() or _get_tracing_state() is not None
 
 
 def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs; its tensors have no address, by which a change would be seen."""
+    """Whether a ``torch.func`` transform is running. Its tensors have no address, so changes cannot be detected."""
     return peek_interpreter_stack() is not None
 
 

@@ -343,5 +343,5 @@ def _say_once(kind: str, message: str) -> None:
     rank_zero_info(message)
 
 
-# the type by which configurations are checked: mappings are also what overrides of single fields are added to
+# jsonargparse checks configurations against this type. It merges overrides of single fields into mappings only.
 Fp8Precision.__init__.__annotations__["recipe"] = RecipeOfConfiguration | dict[str, Any] | None

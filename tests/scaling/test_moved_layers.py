@@ -103,15 +103,21 @@ def assert_the_same(one: nn.Module, other: nn.Module, inputs: tuple[Tensor, ...]
     assert places(one) == places(other)
 
 
-@pytest.mark.parametrize(("kind", "move", "how"), pairwise([*MODELS], MOVES, [*COPIES]))
-def test_in_copies(kind: str, move: Callable[[nn.Module], None], how: str) -> None:
+def moved(kind: str, move: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:
+    """A model whose layers were moved between two steps, a new one of its kind, and inputs for both."""
     torch.manual_seed(0)
     make, draw = MODELS[kind]
     model, inputs = convert(make()), draw()
     step(model, inputs)
     move(model)
     step(model, inputs)
-    assert places(model) != places(convert(make()))
+    return model, convert(make()), inputs
+
+
+@pytest.mark.parametrize(("kind", "move", "how"), pairwise([*MODELS], MOVES, [*COPIES]))
+def test_in_copies(kind: str, move: Callable[[nn.Module], None], how: str) -> None:
+    model, fresh, inputs = moved(kind, move)
+    assert places(model) != places(fresh)
     assert_the_same(COPIES[how](model), model, inputs)
 
 
@@ -119,13 +125,7 @@ def test_in_copies(kind: str, move: Callable[[nn.Module], None], how: str) -> No
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("weights_first", [True, False])
 def test_in_a_loop_of_ones_own(weights_first: bool, kind: str, move: Callable[[nn.Module], None]) -> None:
-    torch.manual_seed(0)
-    make, draw = MODELS[kind]
-    model, inputs = convert(make()), draw()
-    step(model, inputs)
-    move(model)
-    step(model, inputs)
-    fresh = convert(make())
+    model, fresh, inputs = moved(kind, move)
     loads = [
         lambda: fresh.load_state_dict(model.state_dict()),
         lambda: scaling_state(fresh).load_state_dict(scaling_state(model).state_dict()),
