@@ -21,13 +21,13 @@ from lightning_fp8.callbacks import (
 from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8.conversion.linear_layers import register_linear
 from lightning_fp8.dtypes.audit import audit
-from lightning_fp8.export.load import load_exported
-from lightning_fp8.export.write import export
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
 from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scaling.recipe import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from lightning_fp8.serialization.load import load_exported
+from lightning_fp8.serialization.write import export
 
 # A recipe among hyperparameters holds only plain values, so such checkpoints also load with `weights_only=True`.
 torch.serialization.add_safe_globals([*RECIPES.values()])

@@ -29,9 +29,9 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.export.tensors import amax_of_scale, codes_of
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.serialization.tensors import amax_of_scale, codes_of
 
 
 def same_outputs(model: nn.Module, loaded: nn.Module, run: Run) -> None:

@@ -17,8 +17,8 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, Concatenate, Split, Transpose, WeightConverter, WeightRenaming
 
 from lightning_fp8 import export, load_exported
-from lightning_fp8.export.load import source_of
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.serialization.load import source_of
 
 OF_EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 

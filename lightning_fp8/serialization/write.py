@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.config import config_of, output_embedding, plain_layers
-from lightning_fp8.export.layouts.base import Scheme, WritableLayout
-from lightning_fp8.export.layouts.registry import check_plain, kind_of_file, layout_to_write
-from lightning_fp8.export.load import source_of
-from lightning_fp8.export.scales import (
+from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
+from lightning_fp8.runtime.switch import as_torch_starts
+from lightning_fp8.serialization.config import config_of, output_embedding, plain_layers
+from lightning_fp8.serialization.layouts.base import Scheme, WritableLayout
+from lightning_fp8.serialization.layouts.registry import check_plain, kind_of_file, layout_to_write
+from lightning_fp8.serialization.load import source_of
+from lightning_fp8.serialization.scales import (
     Plan,
     check_finite,
     check_linear,
@@ -25,8 +30,8 @@ from lightning_fp8.export.scales import (
     quantized,
     scales_to_write,
 )
-from lightning_fp8.export.shards import INDEX_FILE
-from lightning_fp8.export.tensors import (
+from lightning_fp8.serialization.shards import INDEX_FILE
+from lightning_fp8.serialization.tensors import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     import_safetensors,
@@ -34,12 +39,7 @@ from lightning_fp8.export.tensors import (
     state_tensors,
     to_metadata,
 )
-from lightning_fp8.export.written_back import Base, Shard, written_back
-from lightning_fp8.modules.experts import Fp8Experts
-from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.modules.paths import named_modules
-from lightning_fp8.ops.formats import CASTABLE_DTYPES, dtype_name
-from lightning_fp8.runtime.switch import as_torch_starts
+from lightning_fp8.serialization.written_back import Base, Shard, written_back
 
 
 @as_torch_starts()
@@ -53,7 +53,7 @@ def export(
 ) -> Path:
     """Write a trained model with FP8 weights and their scales: ``model.safetensors`` and ``config.json``.
 
-    :mod:`lightning_fp8.export.layouts` has the layouts, and :func:`lightning_fp8.load_exported` reads them. The
+    :mod:`lightning_fp8.serialization.layouts` has the layouts, and :func:`lightning_fp8.load_exported` reads them. The
     kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
     scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
     :class:`~lightning_fp8.BlockScaling`, one for every 32 elements of a row with :class:`~lightning_fp8.MXScaling`,

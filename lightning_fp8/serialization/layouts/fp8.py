@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from lightning_fp8.export.layouts.base import BLOCK_SIZE, Config, Scheme, WritableLayout
+from lightning_fp8.serialization.layouts.base import BLOCK_SIZE, Config, Scheme, WritableLayout
 
 _SCALE, _INV = "_scale", "_scale_inv"
 

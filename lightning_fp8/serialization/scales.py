@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8 import ops
-from lightning_fp8.export.layouts.base import Kind, Quantized, WritableLayout, kind_of
-from lightning_fp8.export.layouts.registry import those_with
-from lightning_fp8.export.tensors import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter, is_held
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
@@ -21,6 +18,9 @@ from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
 from lightning_fp8.ops.blocks import square_amaxes
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
 from lightning_fp8.ops.operand import CurrentScale, WeightSlot
+from lightning_fp8.serialization.layouts.base import Kind, Quantized, WritableLayout, kind_of
+from lightning_fp8.serialization.layouts.registry import those_with
+from lightning_fp8.serialization.tensors import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 
 # the operands of fprop
 _ROLES: tuple[Role, ...] = ("input", "weight")

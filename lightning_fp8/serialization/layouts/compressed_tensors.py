@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from lightning_fp8.export.layouts.base import BLOCK_SIZE, Config, Kind, Scheme, WritableLayout
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK
+from lightning_fp8.serialization.layouts.base import BLOCK_SIZE, Config, Kind, Scheme, WritableLayout
 
 _NAME = "compressed-tensors"
 _FLOAT, _MXFP8 = "float-quantized", "mxfp8-quantized"

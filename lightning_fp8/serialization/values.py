@@ -1,7 +1,7 @@
 """Codes and their scales: values, the scales of parts of a weight, and the largest codes.
 
 ``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E, rows, columns]``, see
-:func:`~lightning_fp8.export.layouts.base.grid_of`: multipliers of codes in ``float32``, or in E8M0 ``uint8``.
+:func:`~lightning_fp8.serialization.layouts.base.grid_of`: multipliers of codes in ``float32``, or in E8M0 ``uint8``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.export.layouts.base import SIDES, Kind, grid_of
-from lightning_fp8.export.names import Index, Piece, Shape
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element, power_of_2, scale_of_current
 from lightning_fp8.ops.formats import E4M3
+from lightning_fp8.serialization.layouts.base import SIDES, Kind, grid_of
+from lightning_fp8.serialization.names import Index, Piece, Shape
 
 # with which the smallest code is a normal number in bf16
 _NORMAL = 2.0**-117

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.fill import Source
-from lightning_fp8.export.layouts.base import Quantized, WritableLayout, grid_of
-from lightning_fp8.export.layouts.registry import check_plain, kind_of_file
-from lightning_fp8.export.names import Piece
-from lightning_fp8.export.scales import as_stored, check_finite
-from lightning_fp8.export.tensors import listed, memory_of, state_tensors, to_metadata
-from lightning_fp8.export.values import Scale, in_grid, rounded
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_held
 from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.serialization.fill import Source
+from lightning_fp8.serialization.layouts.base import Quantized, WritableLayout, grid_of
+from lightning_fp8.serialization.layouts.registry import check_plain, kind_of_file
+from lightning_fp8.serialization.names import Piece
+from lightning_fp8.serialization.scales import as_stored, check_finite
+from lightning_fp8.serialization.tensors import listed, memory_of, state_tensors, to_metadata
+from lightning_fp8.serialization.values import Scale, in_grid, rounded
 
 # the tensors of a file, and its metadata
 Shard = Callable[[], tuple[dict[str, Tensor], dict[str, str]]]

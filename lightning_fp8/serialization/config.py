@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.tensors import joined, weight_name
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import named_modules, without_wrappers
 from lightning_fp8.ops.formats import dtype_name
+from lightning_fp8.serialization.tensors import joined, weight_name
 
 
 def config_of(model: nn.Module, dtype: torch.dtype | None, quantization: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fp8.export.layouts.base import Config, Kind, Layout, Scheme, WritableLayout
-from lightning_fp8.export.layouts.compressed_tensors import COMPRESSED_TENSORS
-from lightning_fp8.export.layouts.fp8 import HF_FP8, VLLM
-from lightning_fp8.export.layouts.modelopt import MODELOPT
-from lightning_fp8.export.shards import read_json
-from lightning_fp8.export.tensors import CONFIG_FILE, listed
 from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.serialization.layouts.base import Config, Kind, Layout, Scheme, WritableLayout
+from lightning_fp8.serialization.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lightning_fp8.serialization.layouts.fp8 import HF_FP8, VLLM
+from lightning_fp8.serialization.layouts.modelopt import MODELOPT
+from lightning_fp8.serialization.shards import read_json
+from lightning_fp8.serialization.tensors import CONFIG_FILE, listed
 
 LAYOUTS: dict[str | None, Layout] = {layout.name: layout for layout in (VLLM, HF_FP8, COMPRESSED_TENSORS, MODELOPT)}
 WRITABLE = {name: layout for name, layout in LAYOUTS.items() if isinstance(layout, WritableLayout)}

@@ -13,11 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8.export.layouts.base import Scheme
-from lightning_fp8.export.names import Placed
-from lightning_fp8.export.shards import Shards
-from lightning_fp8.export.tensors import Scales, amax_of_scale, listed, state_tensors
-from lightning_fp8.export.values import Scale, scale_of_pieces
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
 from lightning_fp8.modules.frozen_layers import replace_weight
@@ -25,6 +20,11 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules, plain_path, without_wrappers
 from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.scaling.recipe import BlockScaling, Recipe
+from lightning_fp8.serialization.layouts.base import Scheme
+from lightning_fp8.serialization.names import Placed
+from lightning_fp8.serialization.shards import Shards
+from lightning_fp8.serialization.tensors import Scales, amax_of_scale, listed, state_tensors
+from lightning_fp8.serialization.values import Scale, scale_of_pieces
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lightning_fp8.export.layouts.base import Config, Layout, Scheme
+from lightning_fp8.serialization.layouts.base import Config, Layout, Scheme
 
 
 def _read(config: Config, names: Collection[str]) -> Scheme:

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from lightning_fp8.conversion.candidates import PlannedLayer
 from lightning_fp8.conversion.convert import convert, scaling_state
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.checks import (
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.frozen_layers import free_masters
+from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.paths import plain_path, without_wrappers
+from lightning_fp8.ops import e8m0
+from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.runtime.switch import as_torch_starts
+from lightning_fp8.scaling.config import FrozenWeights
+from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.state import tensor_name
+from lightning_fp8.serialization.checks import (
     Product,
     gemm_key,
     misfits_of_codes,
@@ -32,23 +42,13 @@ from lightning_fp8.export.checks import (
     products_of,
     refuse,
 )
-from lightning_fp8.export.fill import Source, fill, missing_buffers, without_memory
-from lightning_fp8.export.layouts.base import Scheme, kind_of
-from lightning_fp8.export.layouts.registry import config_read, scheme_of
-from lightning_fp8.export.names import placed
-from lightning_fp8.export.shards import Shards
-from lightning_fp8.export.tensors import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
-from lightning_fp8.export.values import LARGEST_CODE, Scale
-from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.frozen_layers import free_masters
-from lightning_fp8.modules.gemm import Gemm
-from lightning_fp8.modules.paths import plain_path, without_wrappers
-from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.formats import E4M3, dtype_name
-from lightning_fp8.runtime.switch import as_torch_starts
-from lightning_fp8.scaling.config import FrozenWeights
-from lightning_fp8.scaling.recipe import Recipe
-from lightning_fp8.scaling.state import tensor_name
+from lightning_fp8.serialization.fill import Source, fill, missing_buffers, without_memory
+from lightning_fp8.serialization.layouts.base import Scheme, kind_of
+from lightning_fp8.serialization.layouts.registry import config_read, scheme_of
+from lightning_fp8.serialization.names import placed
+from lightning_fp8.serialization.shards import Shards
+from lightning_fp8.serialization.tensors import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
+from lightning_fp8.serialization.values import LARGEST_CODE, Scale
 
 # of the models whose FP8 weights are those of a checkpoint
 _sources: WeakKeyDictionary[nn.Module, Source] = WeakKeyDictionary()
@@ -59,10 +59,10 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     """Load FP8 weights into a model of the same architecture: an export, or a checkpoint that others publish.
 
     The folder has a ``config.json`` and either ``model.safetensors`` or several such files with their index.
-    :mod:`lightning_fp8.export.layouts` has the quantizations that are read: one scale for each tensor, row, or block
-    of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. The layers
-    whose weights are FP8 in the file are converted, and only these. Tensors are read one by one, so a model on the meta
-    device takes no memory but its own.
+    :mod:`lightning_fp8.serialization.layouts` has the quantizations that are read: one scale for each tensor, row, or
+    block of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. The
+    layers whose weights are FP8 in the file are converted, and only these. Tensors are read one by one, so a model on
+    the meta device takes no memory but its own.
 
     With ``frozen=True`` the model is a base for adapters: FP8 weights keep their codes and scales, one byte per
     parameter, and no parameter is trained. Otherwise an FP8 weight becomes ``code * scale``, computed in fp32, in the

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.export.tensors import WEIGHTS_FILE, import_safetensors, listed, printable
+from lightning_fp8.serialization.tensors import WEIGHTS_FILE, import_safetensors, listed, printable
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 # the length of the longest header that safetensors reads

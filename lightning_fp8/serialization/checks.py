@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from lightning_fp8.conversion.candidates import gemm_weights
 from lightning_fp8.conversion.plan import conversion_plan
-from lightning_fp8.export.fill import Source, assembled
-from lightning_fp8.export.layouts.base import Scheme, kind_of
-from lightning_fp8.export.names import Placed
-from lightning_fp8.export.shards import Stored
-from lightning_fp8.export.tensors import SCALE_RULE, Scales, joined, listed, memory_of, weight_name
-from lightning_fp8.export.values import NAN_CODE, Scale
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, dtype_name
+from lightning_fp8.serialization.fill import Source, assembled
+from lightning_fp8.serialization.layouts.base import Scheme, kind_of
+from lightning_fp8.serialization.names import Placed
+from lightning_fp8.serialization.shards import Stored
+from lightning_fp8.serialization.tensors import SCALE_RULE, Scales, joined, listed, memory_of, weight_name
+from lightning_fp8.serialization.values import NAN_CODE, Scale
 
 Tensors = Mapping[str, Tensor]
 # what is wrong, and the names of the tensors with which it is

@@ -1,4 +1,0 @@
-"""The layouts of FP8 checkpoints, one a file: how each is read and how it is written.
-
-A new layout is a file here, a line in :mod:`~lightning_fp8.export.layouts.registry`, and a row in the pages' tables.
-"""
