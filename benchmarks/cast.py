@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from lightning_fp8.ops.cuda.self_test import same_codes
 from torch import Tensor
 
 from benchmarks import baselines
@@ -19,7 +20,6 @@ from lightning_fp8 import ops
 from lightning_fp8.ops import blocks
 from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import kernels, plain
-from lightning_fp8.ops.cuda.self_test import same_codes
 from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, FORMATS
 from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot, with_scale
 from lightning_fp8.scaling.recipe import DelayedScaling

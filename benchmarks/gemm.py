@@ -18,10 +18,11 @@ from torch import Tensor
 from benchmarks.cast import slot_in_blocks
 from benchmarks.harness import Case
 from benchmarks.timing import Variant, copies_for
+from kernels_cuda.gemm_variants import Configuration
+from kernels_cuda.launch import Kernel
 from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import by_element
-from lightning_fp8.ops.cuda import gemm_choice, plain
-from lightning_fp8.ops.cuda.kernels import kernels_of
+from lightning_fp8.ops.cuda import gemm, kernels, plain, rule
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import Fp8Tensor
 
@@ -61,7 +62,7 @@ def cases_in_blocks(device: torch.device) -> list[Case]:
     in_mx = [replace(gemm, mx=True) for gemm in cases[:4]]
     if device.type == "cuda":
         there = torch.cuda.is_available()
-        in_mx = [gemm for gemm in in_mx if there and gemm.choice(device).configuration is not None]
+        in_mx = [gemm for gemm in in_mx if there and gemm.kernel(device) is not None]
     return [gemm.case() for gemm in (*cases, *in_mx)]
 
 
@@ -134,21 +135,21 @@ class Gemm:
         return Case(name, self.variants, self.is_served, flops=self.flops)
 
     def is_served(self, device: torch.device) -> bool:
-        """Whether there is a kernel for it."""
-        rows = 0 if not self.in_blocks else 1 if self.mx or self.kind == "wgrad" else 128
-        return (
-            kernels_of(self.choice(device), device, self.a_format, "e4m3", self.output, not self.fast, rows) is not None
-        )
+        """Whether there is a kernel for it, ours or torch's."""
+        return not self.in_blocks or self.kernel(device) is not None
 
-    def choice(self, device: torch.device) -> gemm_choice.Choice:
-        """Which of our kernels is to run."""
-        sizes = (device, "rawkernel", self.m, self.n, self.k)
-        if self.in_blocks:
-            return gemm_choice.choose_in_blocks(*sizes, self.mx)
-        return gemm_choice.choose(*sizes, not self.fast, self.output)
+    def kernel(self, device: torch.device) -> tuple[Configuration, Kernel] | None:
+        """Our kernel for it, which promotes but in MX; None where there is none."""
+        scales: rule.Scales = "mx" if self.mx else "blocks" if self.in_blocks else "one"
+        configuration = rule.configuration_for(device, self.m, self.n, scales, self.mx)
+        if configuration is None:
+            return None
+        rows = 0 if not self.in_blocks else 1 if self.mx or self.kind == "wgrad" else 128
+        kernel = kernels.gemm_kernel(device, configuration, self.a_format, "e4m3", self.output, not self.mx, rows)
+        return None if kernel is None else (configuration, kernel)
 
     def variants(self, device: torch.device) -> list[Variant]:
-        """``lightning_fp8`` (our kernels), ``auto``, ``cublaslt`` with either accumulation, and ``bf16``.
+        """``lightning_fp8`` as layers run it, ``kernel`` (ours), ``cublaslt`` with either accumulation, and ``bf16``.
 
         The operands of ``bf16`` have the memory layout of bf16 training: wgrad has both transposed, dgrad the weight.
         In blocks: ``lightning_fp8`` and ``cublaslt``.
@@ -165,18 +166,19 @@ class Gemm:
 
             return Variant(name, lambda at: call(operands[at]), check, len(operands))
 
-        def ours(gemm: str) -> Variant:
-            name = "lightning_fp8" if gemm == "rawkernel" else gemm
-            return variant(
-                name, self.fast, lambda inputs: ops.scaled_mm(*fp8(inputs), None, self.output, self.fast, gemm)
-            )
-
+        by_the_rule = variant(
+            "lightning_fp8", self.fast, lambda inputs: ops.scaled_mm(*fp8(inputs), None, self.output, self.fast)
+        )
         if self.in_blocks:
             by_torch = plain.scaled_mm_mx if self.mx else plain.scaled_mm_in_blocks
             return [
-                ours("rawkernel"),
+                by_the_rule,
                 variant("cublaslt", self.fast, lambda inputs: by_torch(*fp8(inputs), None, self.output)),
             ]
+        found = self.kernel(device)
+        ours = []
+        if found is not None:
+            ours = [variant("kernel", False, lambda inputs: gemm.launch(*found, *fp8(inputs), None, self.output))]
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
             return lambda inputs: torch._scaled_mm(
@@ -189,8 +191,8 @@ class Gemm:
             )
 
         return [
-            ours("rawkernel"),
-            ours("auto"),
+            by_the_rule,
+            *ours,
             variant("cublaslt", self.fast, cublaslt(self.fast)),
             variant("cublaslt precise" if self.fast else "cublaslt fast", not self.fast, cublaslt(not self.fast)),
             variant("bf16", None, lambda inputs: inputs.a_values @ inputs.b_values.t()),

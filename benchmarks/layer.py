@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from benchmarks import gemm
 from benchmarks.harness import Case
-from benchmarks.settings import BF16, Setting, settings, with_gemms, with_kept_weights
+from benchmarks.settings import BF16, Setting, settings, with_kept_weights
 from benchmarks.timing import Variant, copies_for
 from benchmarks.training import Task, casts_are_served, variants
 from lightning_fp8.examples.transformer_block import Block, initialize
@@ -61,7 +61,7 @@ def feed_forward(tokens: int, width: int, hidden: int) -> Case:
         return all(product.is_served(device) for product in gemms) and casts_are_served(device, "gelu")
 
     name = f"linear-GELU-linear, {tokens} tokens, {width} -> {hidden} -> {width}"
-    return _case(name, Task(make, tokens, (tokens, width), width), with_gemms, is_served, gemms)
+    return _case(name, Task(make, tokens, (tokens, width), width), settings, is_served, gemms)
 
 
 def transformer_layer(width: int, heads: int, batch: int, time: int, compiled: bool) -> Case:

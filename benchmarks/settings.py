@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from importlib import import_module
@@ -13,7 +12,6 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_fp8 import convert, scaling_state
 from lightning_fp8.plugins import Fp8Precision
 from lightning_fp8.runtime.cpu import emulates_bf16
 
@@ -57,22 +55,6 @@ def every_setting(device: torch.device) -> dict[str, Setting]:
 def with_kept_weights(device: torch.device) -> dict[str, Setting]:
     """The same as :func:`settings`, with weights that are cast already."""
     return {**settings(device), f"{OURS} same weights": Setting(Fp8Precision, weights_change=False)}
-
-
-def with_gemms(device: torch.device) -> dict[str, Setting]:
-    """The same as :func:`settings`, with our GEMMs and with cuBLASLt's."""
-    gemms = {
-        f"{OURS} {gemm}": Setting(Fp8Precision, functools.partial(converted, gemm=gemm))
-        for gemm in ("rawkernel", "cublaslt")
-    }
-    return {**settings(device), **gemms}
-
-
-def converted(model: nn.Module, gemm: str) -> nn.Module:
-    """The model, converted to FP8, with these GEMMs; a plugin leaves both as they are."""
-    state = scaling_state(convert(model))
-    state.configure(dataclasses.replace(state.config, gemm=gemm))
-    return model
 
 
 def _of_torchao(device: torch.device) -> dict[str, Setting]:

@@ -1,11 +1,13 @@
 /* Activations and their gradients in fp32, each result rounded to the input's format as the separate operators round
-   it; results of `exact` ones need no rounding. Where torch's are not finite, these are not either. */
+   it; results of `exact` ones need no rounding. Where torch's are not finite, these are not either. A gradient knows the
+   format: a formula of several of torch's operators rounds to it in between, in fp16 to inf beyond 65504. */
 #pragma once
 #include "formats.cuh"
 
 struct Identity {
     static constexpr bool exact = true;
     __device__ static float forward(float x) { return x; }
+    template <class Input>
     __device__ static float backward(float, float dy) { return dy; }
 };
 
@@ -18,6 +20,7 @@ struct Relu {
     static constexpr bool exact = true;
     // as torch's on the CPU: -0 and NaN stay, and a NaN's gradient passes
     __device__ static float forward(float x) { return x < 0.0f ? 0.0f : x; }
+    template <class Input>
     __device__ static float backward(float x, float dy) { return x <= 0.0f ? 0.0f : dy; }
 };
 
@@ -54,6 +57,7 @@ struct Gelu {
         return logistic2(x * odds);
     }
     __device__ static float forward(float x) { return x * cdf(x); }
+    template <class Input>
     __device__ static float backward(float x, float dy) {
         const float density = exp2_approx(-0.5f * LOG2_E * (x * x)) * 0.39894228040143267794f;
         return dy * (cdf(x) + x * density);
@@ -68,6 +72,7 @@ struct GeluTanh {
         return x * (2.0f * LOG2_E * beta + 2.0f * LOG2_E * beta * kappa * (x * x));
     }
     __device__ static float forward(float x) { return x * logistic2(odds(x)); }
+    template <class Input>
     __device__ static float backward(float x, float dy) {
         const Logistic2 weight(odds(x));
         return dy * (weight.value + x * weight.spread * (2.0f * beta + 6.0f * beta * kappa * (x * x)));
@@ -77,6 +82,7 @@ struct GeluTanh {
 struct Silu {
     static constexpr bool exact = false;
     __device__ static float forward(float x) { return x * logistic2(LOG2_E * x); }
+    template <class Input>
     __device__ static float backward(float x, float dy) {
         const Logistic2 sigmoid(LOG2_E * x);
         return dy * (sigmoid.value + x * sigmoid.spread);

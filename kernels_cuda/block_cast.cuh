@@ -62,7 +62,8 @@ __device__ __forceinline__ void activate(Loaded<INPUT>& x, const Arguments& argu
 #pragma unroll
         for (int i = 0; i < THREAD_ROWS; ++i) {
             if (place.row + i >= tensors.rows) continue;
-            x.rows[i] = rounded_eight<INPUT>([&](int j) { return ACTIVATION::backward(x.get(i, j), dy.get(i, j)); });
+            x.rows[i] = rounded_eight<INPUT>(
+                [&](int j) { return ACTIVATION::backward<INPUT>(x.get(i, j), dy.get(i, j)); });
         }
     } else if constexpr (!is_identity<ACTIVATION>) {
 #pragma unroll
@@ -84,7 +85,7 @@ __device__ __forceinline__ void activate_gated(Loaded<INPUT>& gate, Loaded<INPUT
         for (int i = 0; i < THREAD_ROWS; ++i) {
             if (place.row + i >= tensors.rows) continue;
             const auto d_gate = rounded_eight<INPUT>([&](int j) {
-                return Silu::backward(gate.get(i, j), INPUT::round(dy.get(i, j) * up.get(i, j)));
+                return Silu::backward<INPUT>(gate.get(i, j), INPUT::round(dy.get(i, j) * up.get(i, j)));
             });
             up.rows[i] = rounded_eight<INPUT>(
                 [&](int j) { return dy.get(i, j) * INPUT::round(Silu::forward(gate.get(i, j))); });

@@ -261,7 +261,7 @@ __device__ __forceinline__ u32 cast_tile(const Tensors& tensors, float scale, Ti
         for (int i = 0; i < THREAD_ROWS; ++i) {
 #pragma unroll
             for (int j = 0; j < THREAD_COLUMNS; ++j)
-                v[j] = rounded<Input, Activation>(Activation::backward(x.get(i, j), dy.get(i, j)));
+                v[j] = rounded<Input, Activation>(Activation::template backward<Input>(x.get(i, j), dy.get(i, j)));
             encoded.put(i, v, scale);
         }
     }
@@ -299,7 +299,7 @@ __device__ __forceinline__ uint2 cast_gated_tile(const Tensors& tensors, const G
 #pragma unroll
             for (int j = 0; j < THREAD_COLUMNS; ++j) {
                 const float g = gate.get(i, j), d = dy.get(i, j);
-                d_gate[j] = Input::round(Silu::backward(g, Input::round(d * up.get(i, j))));
+                d_gate[j] = Input::round(Silu::template backward<Input>(g, Input::round(d * up.get(i, j))));
                 d_up[j] = Input::round(d * Input::round(Silu::forward(g)));
             }
             of_gate.put(i, d_gate, scale);

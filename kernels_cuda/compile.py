@@ -15,24 +15,39 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
 from kernels_cuda import source
 from kernels_cuda.cache import Untrusted, cache_folder, check_folder, make_folder, read_trusted, write
 
-_OLDEST_NVRTC = (12, 4)
+# the first NVRTC that compiles for a compute capability, and for all others of its generation
+_LEAST_NVRTC = {
+    (8, 9): (12, 4),
+    (9, 0): (12, 4),
+    (10, 0): (12, 8),
+    (10, 3): (12, 9),
+    (11, 0): (13, 0),
+    (12, 0): (12, 8),
+    (12, 1): (12, 9),
+}
+# for another process that compiles the same kernels; after that, this one compiles them too
+_LONGEST_WAIT_S = 300.0
 # "relu.cu(12): error: ...", "tile.cuh(3): catastrophic error: ..."
 _ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error\b", re.MULTILINE)
-_BY_VERSION = re.compile(r"-nvrtc(?P<version>\d+\.\d+)-")
 # by process ID: a forked child also has its parent's entry and reads there, but writes into its own folder
 _private_folders: dict[int, Path] = {}
+# architectures that this process has said it compiles for
+_said: set[str] = set()
 
 
 class KernelsUnavailable(RuntimeError):  # noqa: N818 - a state of the machine, not a mistake
@@ -91,9 +106,9 @@ def _load_libraries_of_wheels() -> None:
 
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
-    """The version of the NVRTC library that CuPy finds. KernelsUnavailable without one, or for one older than 12.4."""
+    """The version of the NVRTC library that CuPy finds. KernelsUnavailable without one."""
     nvrtc = _nvrtc()
-    cupy_wheel, nvrtc_wheel = _wheels(import_module("cupy_backends.cuda.api.driver").get_build_version() // 1000)
+    nvrtc_wheel = _wheels(_cuda_of_cupy())[1]
     version: tuple[int, int]
     try:
         try:
@@ -108,10 +123,34 @@ def nvrtc_version() -> tuple[int, int]:
             "The CUDA kernels are compiled by NVRTC, whose library is missing or cannot be loaded. "
             f"Run `pip install {nvrtc_wheel}`. ({cause})"
         ) from error
-    if version < _OLDEST_NVRTC:
+    return version
+
+
+def _cuda_of_cupy() -> int:
+    return int(import_module("cupy_backends.cuda.api.driver").get_build_version()) // 1000
+
+
+def least_nvrtc(capability: tuple[int, int]) -> tuple[int, int]:
+    """The oldest NVRTC that compiles for GPUs of this compute capability."""
+    of_generation = [version for known, version in _LEAST_NVRTC.items() if known[0] == capability[0]]
+    return _LEAST_NVRTC.get(capability) or max(of_generation, default=max(_LEAST_NVRTC.values()))
+
+
+def check_nvrtc(capability: tuple[int, int]) -> tuple[int, int]:
+    """The version of NVRTC.
+
+    Raises:
+        KernelsUnavailable: without one, or for one that is too old for this compute capability.
+    """
+    version, least = nvrtc_version(), least_nvrtc(capability)
+    if version < least:
+        cuda = max(_cuda_of_cupy(), least[0])
+        cupy_wheel, nvrtc_wheel = _wheels(cuda)
+        former = "" if cuda == _cuda_of_cupy() else f"`pip uninstall -y {' '.join(_wheels(_cuda_of_cupy()))}`, then "
         raise KernelsUnavailable(
-            f"The FP8 instructions need NVRTC 12.4 or newer; {version[0]}.{version[1]} was found. "
-            f"Run `pip install --upgrade {cupy_wheel} {nvrtc_wheel}`."
+            f"Kernels for compute capability {capability[0]}.{capability[1]} need NVRTC {least[0]}.{least[1]} or newer;"
+            f" {version[0]}.{version[1]} was found. Run {former}`pip install --upgrade {cupy_wheel}"
+            f" '{nvrtc_wheel}>={least[0]}.{least[1]}'`."
         )
     return version
 
@@ -128,7 +167,7 @@ def check_driver(driver_version: int, nvrtc_version: tuple[int, int]) -> None:
     if nvrtc_version[0] <= driver:
         return
     mend = "Update the driver"
-    if driver >= _OLDEST_NVRTC[0]:
+    if driver >= 12:
         # CuPy prefers the newest NVRTC, so the older one is used only once the newer one is uninstalled
         newer, fitting = " ".join(_wheels(nvrtc_version[0])), " ".join(_wheels(driver))
         mend += f", or run `pip uninstall -y {newer}`, then `pip install {fitting}`"
@@ -209,20 +248,24 @@ def compiled(family: str, arch: str, defines: Sequence[str] = ()) -> Path:
     If the cache folder cannot be written or is not trusted (see :mod:`kernels_cuda.cache`), warns once and keeps the
     file until this process ends.
     """
+    path = _kept(_stem(family, arch, source(family), headers(), defines))
+    return path if path is not None else compile_into_cache(family, arch, defines)[0]
+
+
+def compile_into_cache(family: str, arch: str, defines: Sequence[str] = ()) -> tuple[Path, str]:
+    """The same, compiled in any case: the file, and the log with registers and spills."""
     text, included = source(family), headers()
     stem = _stem(family, arch, text, included, defines)
-    path = _kept(stem)
-    if path is not None:
-        return path
-    content, _ = compile_source(family, text, arch, defines, included)
+    check_nvrtc(capability(arch))
+    content, log = compile_source(family, text, arch, defines, included)
     folder = cache_folder()
     try:
-        return _write(folder, stem, content)
+        return _write(folder, stem, content), log
     except OSError as error:
         if os.getpid() not in _private_folders:
             _private_folders[os.getpid()] = Path(tempfile.mkdtemp(prefix="lightning_fp8-"))
             warnings.warn(_why_not_kept(folder, error), stacklevel=2)
-        return _write(_private_folders[os.getpid()], stem, content)
+        return _write(_private_folders[os.getpid()], stem, content), log
 
 
 def _why_not_kept(folder: Path, error: OSError) -> str:
@@ -234,6 +277,43 @@ def _why_not_kept(folder: Path, error: OSError) -> str:
     )
 
 
+def compile_ahead(kernels: Sequence[tuple[str, Sequence[str]]], arch: str) -> None:
+    """Compile those of these kernels, by family and definitions, that are not in the cache; the process says so once.
+
+    Other processes that share the cache, as the ranks of one machine do, wait and find them there.
+    """
+    if all(is_cached(family, arch, defines) for family, defines in kernels):
+        return
+    with _one_at_a_time(arch):
+        missing = [(family, defines) for family, defines in kernels if not is_cached(family, arch, defines)]
+        # what comes later, such as the cast of another activation, takes a third of a second each
+        if missing and arch not in _said:
+            _said.add(arch)
+            seconds = max(1, round(0.4 * len(missing)))
+            said = f"lightning_fp8: compiling {len(missing)} kernels for {arch}, about {seconds} s, once."
+            tqdm.write(said, sys.stderr)
+        # shown where a terminal is
+        for family, defines in tqdm(missing, unit="kernel", leave=False, disable=None):
+            compiled(family, arch, defines)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(arch: str) -> Iterator[None]:
+    """Lets one of the processes that share the cache in; all of them where the folder takes no lock."""
+    lock = FileLock(cache_folder() / f"{arch}.lock", timeout=_LONGEST_WAIT_S)
+    try:
+        make_folder(cache_folder())
+        lock.acquire()
+    # `compiled` says why nothing is kept
+    except (OSError, Timeout, NotImplementedError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def is_cached(family: str, arch: str, defines: Sequence[str] = ()) -> bool:
     """Whether :func:`compiled` finds the family's cubin in the cache, and compiles nothing."""
     return _kept(_stem(family, arch, source(family), headers(), defines)) is not None
@@ -242,12 +322,6 @@ def is_cached(family: str, arch: str, defines: Sequence[str] = ()) -> bool:
 def _stem(family: str, arch: str, text: str, included: Mapping[str, str], defines: Sequence[str]) -> str:
     version = "{}.{}".format(*nvrtc_version())
     return f"{family}-{arch}-nvrtc{version}-{_key(text, included, _options(arch, defines))[:16]}"
-
-
-def cached_by_version() -> dict[str, int]:
-    """How many cubins the cache folder holds, by the version of the NVRTC that compiled them: ``{"13.0": 273}``."""
-    matches = (_BY_VERSION.search(path.name) for path in cache_folder().glob("*.cubin"))
-    return dict(sorted(Counter(match["version"] for match in matches if match is not None).items()))
 
 
 def _kept(stem: str) -> Path | None:

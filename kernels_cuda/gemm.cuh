@@ -17,16 +17,14 @@ tensors     a    [m, k] FP8, rows contiguous, k a multiple of 16
                  ceil(k / 128)], with any strides: fastest where neighbouring rows are neighbours in memory. For every
                  32 along K, tiles of 512 bytes in E8M0, each for 128 rows and 128 along K, those of the same rows one
                  after the other: the scale of row r and block c of a tile is in byte r % 32 * 16 + r / 32 * 4 + c
-splits      > 1: part s of K goes to rows s * split_rows ... of out, which is then fp32; without bias. sum_splits.cu
-            adds the parts up
 groups      (GROUPED) of rows, such as the tokens of each expert of a mixture, sorted by group: each group begins at a
             multiple of 128 rows, and zeros fill up its last 128. The host knows neither how many rows a group has nor
             where they begin. Each has a scale of its own, a_scale_inv and b_scale_inv are [groups]
             1, by rows: every 128 rows of a multiply with the b of their group. b is [groups, n, k], bias [groups, n],
                and `groups` [m / 128] names the group of each 128 rows, -1 behind the last one, where nothing is written
             2, by depth: a is [m, k], b [n, k], rows contiguous; out [groups, m, n]. The sum of a group is over its part
-               of K, `groups`[g] ... `groups`[g + 1], multiples of 128, zeros where that is empty. `splits` is how many
-               groups there are. Without bias, with PROMOTE
+               of K, `groups`[g] ... `groups`[g + 1], multiples of 128, zeros where that is empty. Without bias, with
+               PROMOTE
 */
 #pragma once
 #include "formats.cuh"
@@ -53,7 +51,8 @@ struct Gemm {
     const void* bias;
     void* out;
     long long out_stride;
-    int m, n, k, bias_format, splits;
+    int m, n, k, bias_format;
+    int parts;   // by depth, how many groups there are; else 1
 };
 
 /* Strides of block scales, in elements: from a row to the next, and from a step of K to the next. */

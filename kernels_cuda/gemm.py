@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kernels_cuda.gemm_variants import SUM_SPLITS_COLUMNS, SUM_SPLITS_THREADS, Configuration
+from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel, address
 from kernels_cuda.tensor_map import tensor_map
 
@@ -26,26 +24,6 @@ def b_scale_rows(scale_inv: Tensor, rows: int) -> int:
     return 1 if len(scale_inv) == rows else SCALE_ROWS
 
 
-class Split(NamedTuple):
-    """A GEMM whose K is divided among blocks, where the output is too small to fill the GPU.
-
-    Attributes:
-        count: parts of K, each of at least one step of 128.
-        parts: ``[count, split_rows, N] float32``, rows at multiples of 16 bytes; each part's sums are written there.
-        sum_kernel: of family ``sum_splits`` for the dtype of the output.
-    """
-
-    count: int  # type: ignore[assignment]
-    parts: Tensor
-    sum_kernel: Kernel
-
-
-def split_rows(configuration: Configuration, rows: int) -> int:
-    """Rows of one part in ``Split.parts``: those of the output, in whole tiles."""
-    tile = configuration.block_m * configuration.cluster
-    return -(-rows // tile) * tile
-
-
 def gemm(
     kernel: Kernel,
     configuration: Configuration,
@@ -53,13 +31,11 @@ def gemm(
     b: Operand,
     out: Tensor,
     bias: Tensor | None = None,
-    split: Split | None = None,
 ) -> None:
     """``out = (a @ b^T) * a_scale_inv * b_scale_inv + bias``.
 
     Args:
-        kernel: of the configuration's family and :func:`kernels_cuda.gemm_variants.variant`; with ``split``, of fp32
-            outputs.
+        kernel: of the configuration's family and :func:`kernels_cuda.gemm_variants.variant`.
         configuration: how it is divided among blocks.
         a: ``[M, K] uint8``, contiguous, K a multiple of 16; its scale_inv ``[] float32``, in blocks
             ``[M, ceil(K/128)]`` with any strides, or in E8M0 ``[ceil(M/128) * ceil(K/128) * 512] uint8`` in the order
@@ -68,17 +44,11 @@ def gemm(
             ``[ceil(N/128), ceil(K/128)]``, as the variant says, or in E8M0 as that of a.
         out: ``[M, N]`` of the variant's output dtype, its rows at multiples of 16 bytes; written.
         bias: ``[N] float32, bfloat16 or float16``, rounded to the dtype of ``out`` before it is added.
-        split: divides K among blocks, whose sums are then added, always in the same order.
     """
     m, n = a[0].shape[0], b[0].shape[0]
     # strides of block scales; a single scale has none, and those in E8M0 have an order of their own
     strides = [stride for _, scales in (a, b) if scales.dim() == 2 for stride in scales.stride()]
-    if split is None:
-        _launch(kernel, configuration, a, b, out, (m, n), bias, 1, *strides)
-    else:
-        parts = split.parts.view(-1, split.parts.shape[-1])
-        _launch(kernel, configuration, a, b, parts, (m, n), None, split.count, *strides)
-        sum_split_parts(split, out, bias)
+    _launch(kernel, configuration, a, b, out, (m, n), bias, 1, *strides)
 
 
 def gemm_by_rows(
@@ -131,10 +101,10 @@ def _launch(
     out: Tensor,
     shape: tuple[int, int],
     bias: Tensor | None,
-    splits: int,
+    parts: int,
     *rest: int,
 ) -> None:
-    """Of each of the ``splits``, ``shape``, M and N. All that is written is one matrix, and so is all of b."""
+    """Of each of the ``parts``, ``shape``, M and N. All that is written is one matrix, and so is all of b."""
     (a_codes, a_scale_inv), (b_codes, b_scale_inv) = a, b
     (m, n), k, size = shape, a_codes.shape[1], out.itemsize
     block_m, block_n, cluster = configuration.block_m, configuration.block_n, configuration.cluster
@@ -148,10 +118,10 @@ def _launch(
         n,
         k,
         0 if bias is None else _BIAS[bias.dtype],
-        splits,
+        parts,
         *rest,
     )
-    clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * splits
+    clusters = -(-m // (block_m * cluster)) * -(-n // block_n) * parts
     if configuration.family == "gemm_sm89":
         kernel(clusters, a_codes.data_ptr(), b_codes.data_ptr(), a_codes.stride(0), b_codes.stride(0), *problem)
         return
@@ -162,22 +132,3 @@ def _launch(
     # boxes of 64 rows of 128 bytes
     out_map = tensor_map(kernel.device, out.data_ptr(), out.dtype, len(out), n, out.stride(0) * size, 64, 128 // size)
     kernel(min(clusters, kernel.multiprocessors // cluster) * cluster, a_map, b_map, out_map, *problem)
-
-
-def sum_split_parts(split: Split, out: Tensor, bias: Tensor | None = None) -> None:
-    """Add up what :func:`gemm` has written to the parts."""
-    parts, (rows, columns) = split.parts, out.shape
-    threads = rows * -(-columns // SUM_SPLITS_COLUMNS)
-    split.sum_kernel(
-        -(-threads // SUM_SPLITS_THREADS),
-        parts.data_ptr(),
-        out.data_ptr(),
-        address(bias),
-        parts.stride(0),
-        parts.stride(1),
-        out.stride(0),
-        rows,
-        columns,
-        split.count,
-        0 if bias is None else _BIAS[bias.dtype],
-    )

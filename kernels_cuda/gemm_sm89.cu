@@ -19,9 +19,9 @@ tile        BLOCK_M x BLOCK_N of out (128 x 128), of which each of 8 warps compu
             rows  0..63     w0      w2      w4       w6
             rows 64..127    w1      w3      w5       w7
 
-grid        ceil(m / BLOCK_M) * ceil(n / BLOCK_N) * splits blocks of 256 threads, two on a multiprocessor if shared
+grid        ceil(m / BLOCK_M) * ceil(n / BLOCK_N) * parts blocks of 256 threads, two on a multiprocessor if shared
             memory allows, one with PROMOTE; tiles in groups of 8 rows of tiles, column by column, so that the blocks
-            at work share operands in L2. Of K's steps of 128, part s begins with step steps * s / splits
+            at work share operands in L2
 shared      STAGES * (BLOCK_M + BLOCK_N) * 64 bytes, 16 KB a stage: one is multiplied while STAGES - 1 arrive. Of
             the 100 KB of a multiprocessor two blocks can have 3 stages each, one block 6. The four 16-byte pieces of a
             row are swizzled by row / 2 % 4, so that the eight rows of an ldmatrix touch every bank once
@@ -43,6 +43,7 @@ constexpr int RASTER_ROWS = 8, STEPS_PROMOTED = 128 / BLOCK_K;
 static_assert(BLOCK_M % ROWS_AT_ONCE == 0 && BLOCK_N % ROWS_AT_ONCE == 0, "rows are copied by 64");
 static_assert(!BY_ROWS || BLOCK_M == GROUP_ROWS, "tiles are in one group");
 static_assert(!BY_DEPTH || PROMOTE, "see gemm.cuh");
+static_assert(IN_BLOCKS || GROUPED, "cuBLASLt is as fast where whole tensors have one scale");
 static_assert(MMAS_M * 16 == WARP_M && MMAS_N % 2 == 0, "an ldmatrix of b serves two mma");
 
 struct Arguments {
@@ -61,27 +62,24 @@ struct Arguments {
 /* This block's tile, by its first row and column, its steps along K, and its group, below 0 where there is nothing to
    do. */
 struct Work {
-    int row, column, split, first_step, end_step, group = 0;
+    int row, column, first_step, end_step, group = 0;
     __device__ explicit Work(const Arguments& arguments) {
         const Gemm& gemm = arguments.gemm;
         const int tiles_m = (gemm.m + BLOCK_M - 1) / BLOCK_M, tiles_n = (gemm.n + BLOCK_N - 1) / BLOCK_N;
-        split = blockIdx.x / (tiles_m * tiles_n);
-        const int tile = blockIdx.x - split * tiles_m * tiles_n;
+        const int part = blockIdx.x / (tiles_m * tiles_n), tile = blockIdx.x - part * tiles_m * tiles_n;
         const int group_row = tile / (RASTER_ROWS * tiles_n) * RASTER_ROWS;
         const int group_rows = min(RASTER_ROWS, tiles_m - group_row);
         const int within = tile - group_row * tiles_n;
         row = (group_row + within % group_rows) * BLOCK_M;
         column = within / group_rows * BLOCK_N;
-        // splits begin where partial sums do
-        const int parts = (gemm.k + BLOCK_K * STEPS_PROMOTED - 1) / (BLOCK_K * STEPS_PROMOTED);
-        first_step = parts * split / gemm.splits * STEPS_PROMOTED;
-        end_step = min(parts * (split + 1) / gemm.splits * STEPS_PROMOTED, (gemm.k + BLOCK_K - 1) / BLOCK_K);
+        first_step = 0;
+        end_step = (gemm.k + BLOCK_K - 1) / BLOCK_K;
 #if GROUPED
         const int* groups = arguments.groups;
-        group = BY_DEPTH ? split : groups[row / GROUP_ROWS];
+        group = BY_DEPTH ? part : groups[row / GROUP_ROWS];
         if (BY_DEPTH) {
-            first_step = groups[split] / BLOCK_K;
-            end_step = groups[split + 1] / BLOCK_K;
+            first_step = groups[part] / BLOCK_K;
+            end_step = groups[part + 1] / BLOCK_K;
         }
 #endif
     }
@@ -260,10 +258,10 @@ __device__ __forceinline__ void store_pair(typename Output::Element* address, Pa
 
 /* Stores the sums of this warp that are inside of out; the first one is at `row` and `column`. */
 template <class Output>
-__device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int row, int column, int split, int group) {
+__device__ __forceinline__ void store(const Sums& sums, const Gemm& gemm, int row, int column, int group) {
     const int lane = threadIdx.x % 32, before = BY_ROWS ? group * gemm.n : 0;
-    const long long split_rows = BY_DEPTH ? gemm.m : (gemm.m + BLOCK_M - 1) / BLOCK_M * BLOCK_M;
-    auto* out = static_cast<typename Output::Element*>(gemm.out) + split * split_rows * gemm.out_stride;
+    const long long rows_before = BY_DEPTH ? (long long)group * gemm.m : 0;
+    auto* out = static_cast<typename Output::Element*>(gemm.out) + rows_before * gemm.out_stride;
     const float scale = whole_scale(gemm, group);
 #pragma unroll
     for (int j = 0; j < MMAS_N; ++j) {
@@ -313,5 +311,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROMOTE ? 1 : 2)
         if (PROMOTE && (step % STEPS_PROMOTED == STEPS_PROMOTED - 1 || step + 1 == work.end_step)) sums.add(partial, scales);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    store<OUTPUT>(sums, gemm, work.row + warp_row, work.column + warp_column, work.split, work.group);
+    store<OUTPUT>(sums, gemm, work.row + warp_row, work.column + warp_column, work.group);
 }

@@ -14,15 +14,15 @@ tile        BLOCK_M x BLOCK_N of the output, of which each of two warpgroups com
             Warpgroup 0 loads: each step of a, and its block's share of b, which the copy engine hands to all CLUSTER
             blocks (neighbours along m, with the same columns). A stage is `full` when its bytes are there, and `empty`
             when all that read it, in all the cluster's blocks, have done so
-variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_M, BLOCK_N 128|256, STAGES, CLUSTER;
+variants    A_FORMAT, B_FORMAT e4m3|e5m2, OUTPUT OutFp32|OutBf16|OutFp16, BLOCK_M 128|256, BLOCK_N 128, STAGES, CLUSTER;
             PROMOTE 1: partial sums leave the tensor cores every 128 along K and are added up in fp32 registers (the
             tensor cores' own accumulator keeps fewer bits). With PROMOTE also B_SCALE_ROWS 0|1|128, see
             gemm_sm90_blocks.cuh. GROUPED 0, or with 128 x 128 and CLUSTER 1 also 1 and 2: the map of b by rows has the
-            rows of all groups, that of out by depth too, where m is a multiple of 64
+            rows of all groups, that of out by depth too, where m is a multiple of 64. Without PROMOTE GROUPED 1 alone
 grid        at most a block for each multiprocessor, whole clusters, 384 threads; each cluster takes every n-th tile.
             Tiles are ordered in groups of 16 rows of tiles, so that concurrent tiles share operands in the L2 cache
 shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to stage its stores, the bias, the barriers
-flops       2 m n k; bytes m k + n k + out. At 128 x 256 a block reads 384 bytes from L2 for 65536 flops, two thirds
+flops       2 m n k; bytes m k + n k + out. At 256 x 128 a block reads 384 bytes from L2 for 65536 flops, five sixths
             of that where two blocks share b
 ceiling     1979 TFLOP/s by the datasheet of the H200
 reference   lightning_fp8.ops.reference.scaled_mm

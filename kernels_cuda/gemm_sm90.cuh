@@ -4,15 +4,15 @@
 #include "instructions_sm90.cuh"
 
 constexpr int BLOCK_K = 128, MMA_K = 32, CONSUMERS = 2, THREADS = 384;
-static_assert(BLOCK_M * BLOCK_N <= CONSUMERS * 128 * 128, "a thread's registers have room for the sums");
+static_assert(BLOCK_N == 128 && BLOCK_M <= 256, "a thread's registers have room for two sets of sums");
 static_assert(!GROUPED || (BLOCK_M == GROUP_ROWS && BLOCK_K == GROUP_ROWS && CLUSTER == 1), "tiles are in one group");
-static_assert(!BY_DEPTH || PROMOTE, "only promoted sums may have no steps");
+static_assert(PROMOTE || BY_ROWS, "cuBLASLt is as fast; only promoted sums may have no steps");
 // rows of a wgmma, rows of a warpgroup, and how many wgmmas make up a warpgroup's rows
 constexpr int PIECE_ROWS = 64, CONSUMER_ROWS = BLOCK_M / CONSUMERS, PIECES = CONSUMER_ROWS / PIECE_ROWS;
 constexpr u32 A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = A_BYTES + B_BYTES;
 // what is staged and stored at a time: 64 rows x 128 bytes; two of them a warpgroup
 constexpr u32 BOX_BYTES = 8192, STAGING_BYTES = 2 * BOX_BYTES, BIAS_BYTES = 4 * BLOCK_N, BARRIER_BYTES = 8;
-// rows of tiles in a group
+// rows of tiles in a band, whose tiles follow each other
 constexpr int RASTER_ROWS = 16;
 
 #if CLUSTER > 1
@@ -61,43 +61,38 @@ struct Stage {
 
 /* Where a block works: its tile's first element, the steps of K, and the group, below 0 where there is nothing to do. */
 struct Tile {
-    int row, column, first_step, end_step, split, group;
+    int row, column, first_step, end_step, group;
 };
 
 /* The tiles of a cluster, all CLUSTER blocks in step: every n-th, n being the number of clusters. */
 struct Work {
     const Arguments& arguments;
     const Gemm& gemm;
-    int rows, columns, splits, steps, unit, units, stride;
+    int rows, columns, unit, units, stride;
 
     __device__ explicit Work(const Arguments& arguments)
         : arguments(arguments), gemm(arguments.gemm), rows((gemm.m + BLOCK_M * CLUSTER - 1) / (BLOCK_M * CLUSTER)),
-          columns((gemm.n + BLOCK_N - 1) / BLOCK_N), splits(gemm.splits), steps((gemm.k + BLOCK_K - 1) / BLOCK_K),
-          unit(blockIdx.x / CLUSTER), units(rows * columns * splits), stride(gridDim.x / CLUSTER) {}
+          columns((gemm.n + BLOCK_N - 1) / BLOCK_N), unit(blockIdx.x / CLUSTER), units(rows * columns * gemm.parts),
+          stride(gridDim.x / CLUSTER) {}
     __device__ bool left() const { return unit < units; }
     __device__ void next() { unit += stride; }
 
     __device__ Tile tile(u32 block) const {
-        // the tiles of a group follow each other, those of a part of K do not
-        const int split = BY_DEPTH ? unit / (rows * columns) : unit % splits;
-        const int at = BY_DEPTH ? unit % (rows * columns) : unit / splits;
-        const int group = at / (RASTER_ROWS * columns), inside = at - group * RASTER_ROWS * columns;
-        const int height = min(rows - group * RASTER_ROWS, RASTER_ROWS);
-        const int row = group * RASTER_ROWS + inside % height, column = inside / height;
-        const int first = (int)((long long)steps * split / splits), end = (int)((long long)steps * (split + 1) / splits);
-        Tile tile = {(int)(row * CLUSTER + block) * BLOCK_M, column * BLOCK_N, first, end, split, 0};
+        const int part = BY_DEPTH ? unit / (rows * columns) : 0, at = unit - part * rows * columns;
+        const int band = at / (RASTER_ROWS * columns), inside = at - band * RASTER_ROWS * columns;
+        const int height = min(rows - band * RASTER_ROWS, RASTER_ROWS);
+        const int row = band * RASTER_ROWS + inside % height, column = inside / height;
+        Tile tile = {(int)(row * CLUSTER + block) * BLOCK_M, column * BLOCK_N, 0, (gemm.k + BLOCK_K - 1) / BLOCK_K, 0};
 #if GROUPED
         const int* groups = arguments.groups;
-        tile.group = BY_DEPTH ? split : groups[tile.row / GROUP_ROWS];
+        tile.group = BY_DEPTH ? part : groups[tile.row / GROUP_ROWS];
         if (BY_DEPTH) {
-            tile.first_step = groups[split] / BLOCK_K;
-            tile.end_step = groups[split + 1] / BLOCK_K;
+            tile.first_step = groups[part] / BLOCK_K;
+            tile.end_step = groups[part + 1] / BLOCK_K;
         }
 #endif
         return tile;
     }
-    /* Rows of the output of one split, or of a group by depth. */
-    __device__ int split_rows() const { return BY_DEPTH ? gemm.m : rows * CLUSTER * BLOCK_M; }
 };
 
 /* Tells every block of the cluster that this warpgroup has read a stage: one thread for each. */

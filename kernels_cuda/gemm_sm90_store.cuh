@@ -9,7 +9,7 @@ struct Epilogue {
     const Arguments& arguments;
     const Gemm& gemm;
     const u32 staging, bias;
-    u32 bias_bits[BLOCK_N / 128];   // of this thread's columns
+    u32 bias_bits;   // of this thread's column
     const int consumer;
     float scale;
     float2 of_group;   // the scales of a and of b
@@ -23,23 +23,16 @@ struct Epilogue {
        of its group. */
     __device__ __forceinline__ void begin(const Tile& tile) {
         if (GROUPED) of_group = {gemm.a_scale_inv[tile.group], gemm.b_scale_inv[tile.group]};
-        const int before = BY_ROWS ? tile.group * gemm.n : 0;
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 128; ++i) {
-            const int column = tile.column + 128 * i + (threadIdx.x & 127);
-            const bool some = gemm.bias_format != NO_BIAS && column < gemm.n;
-            bias_bits[i] = some ? load_bias_bits(gemm.bias, gemm.bias_format, before + column) : 0;
-        }
+        const int before = BY_ROWS ? tile.group * gemm.n : 0, column = tile.column + (threadIdx.x & 127);
+        const bool some = gemm.bias_format != NO_BIAS && column < gemm.n;
+        bias_bits = some ? load_bias_bits(gemm.bias, gemm.bias_format, before + column) : 0;
     }
 
     /* The bias, rounded, for all threads of the warpgroup; zeros where there is none. The previous tile has passed its
        last barrier: no thread still reads its bias. */
     __device__ __forceinline__ void share_bias() {
         if (GROUPED) scale = of_group.x * of_group.y;
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 128; ++i)
-            store_shared(bias + 4 * (128 * i + (threadIdx.x & 127)),
-                         OUTPUT::round(bias_of_bits(bias_bits[i], gemm.bias_format)));
+        store_shared(bias + 4 * (threadIdx.x & 127), OUTPUT::round(bias_of_bits(bias_bits, gemm.bias_format)));
     }
 
     /* Sums 4 j + 2 h and the next one, scaled and with the bias. */
@@ -85,7 +78,7 @@ struct Epilogue {
         if (thread == 0) {
             // by depth, what lies behind the last row is another group's
             if (!BY_DEPTH || row < gemm.m)
-                store_box(arguments.out, half, row + tile.split * Work(arguments).split_rows(), tile.column + part);
+                store_box(arguments.out, half, row + (BY_DEPTH ? tile.group * gemm.m : 0), tile.column + part);
             store_commit();
         }
     }

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 
 OUTPUTS = {torch.float32: "OutFp32", torch.bfloat16: "OutBf16", torch.float16: "OutFp16"}
-SUM_SPLITS_THREADS, SUM_SPLITS_COLUMNS = 256, 4
-SUM_SPLITS_LAYOUT = "PPPqqqiiii"
 _MAP = "128s"
 _GEMM = "PPPPqiiiii4x"
 _STRIDES, _GROUPS = "iiii", "P"
@@ -38,7 +36,7 @@ class Configuration(NamedTuple):
 
     @property
     def name(self) -> str:
-        """``"128x256 s4 c2"``, as tables and messages call it."""
+        """``"256x128 s4 c2"``, as tables and messages call it."""
         return f"{self.block_m}x{self.block_n} s{self.stages} c{self.cluster}"
 
     @property
@@ -77,47 +75,40 @@ class Configuration(NamedTuple):
         return f"{layout}{-struct.calcsize(layout) % 64}x"
 
 
-_SM90 = (
-    Configuration("gemm_sm90", 128, 256, 4, 2),
-    Configuration("gemm_sm90", 256, 128, 4, 2),
-    Configuration("gemm_sm90", 128, 256, 4, 1),
-    Configuration("gemm_sm90", 256, 128, 4, 1),
-    Configuration("gemm_sm90", 128, 128, 6, 2),
-    Configuration("gemm_sm90", 128, 128, 6, 1),
-)
+# for large products, and for small ones and groups
+_SM90 = Configuration("gemm_sm90", 256, 128, 4, 2), Configuration("gemm_sm90", 128, 128, 6, 1)
 # 100 KB of shared memory have room for two blocks without promotion, or for one with it
-_SM89 = {False: (Configuration("gemm_sm89", 128, 128, 3),), True: (Configuration("gemm_sm89", 128, 128, 4),)}
+_SM89 = {False: Configuration("gemm_sm89", 128, 128, 3), True: Configuration("gemm_sm89", 128, 128, 4)}
 
 
-def configurations(capability: tuple[int, int], promote: bool) -> tuple[Configuration, ...]:
-    """The configurations for a compute capability, possibly none; the first is the one for large shapes.
+def _is_sm89(capability: tuple[int, int]) -> bool:
+    """Ada and the consumer GPUs of Blackwell; those of the data centre have other FP8 instructions."""
+    return capability == (8, 9) or capability[0] == 12
 
-    Args:
-        capability: major and minor.
-        promote: whether partial sums are added up in fp32 registers every 128 along K.
+
+def configurations(capability: tuple[int, int], in_blocks: bool = False) -> tuple[Configuration, ...]:
+    """The configurations for a compute capability, large tiles first, possibly none; all of them promote.
+
+    With ``in_blocks``, every 128 along K have scales in fp32; else each operand has one, for which cuBLASLt's kernels
+    are as fast on all GPUs but Hopper.
     """
     if capability == (9, 0):
-        # two accumulators of 128 x 256 do not fit into a thread's registers
-        return tuple(configuration for configuration in _SM90 if not (promote and configuration.block_n == 256))
-    # Ada and the consumer GPUs of Blackwell; sm_100 has different FP8 instructions
-    return _SM89[promote] if capability == (8, 9) or capability[0] == 12 else ()
+        return _SM90
+    return (_SM89[True],) if in_blocks and _is_sm89(capability) else ()
 
 
-def mx_configurations(capability: tuple[int, int]) -> tuple[Configuration, ...]:
-    """The configurations for operands with scales in E8M0 for every 32 along K, possibly none: the consumer GPUs of
-    Blackwell multiply by such scales in an ``mma``, those of the data centre in other instructions, which cuBLASLt has.
+def mx_configuration(capability: tuple[int, int]) -> Configuration | None:
+    """The configuration for operands with scales in E8M0 for every 32 along K, or None: the consumer GPUs of Blackwell
+    multiply by such scales in an ``mma``, those of the data centre in other instructions, which cuBLASLt has.
     """
-    return _SM89[False] if capability[0] == 12 else ()
+    return _SM89[False] if capability[0] == 12 else None
 
 
 def grouped_configuration(capability: tuple[int, int], promote: bool) -> Configuration | None:
-    """The configuration for rows in groups, each with a scale: a tile of 128 rows is in one of them. None where there
-    are no :func:`configurations`.
-    """
+    """The configuration for rows in groups, each with a scale: a tile of 128 rows is in one of them; or None."""
     if capability == (9, 0):
-        return Configuration("gemm_sm90", 128, 128, 6, 1)
-    (configuration,) = configurations(capability, promote) or (None,)
-    return configuration
+        return _SM90[-1]
+    return _SM89[promote] if _is_sm89(capability) else None
 
 
 def variant(
@@ -143,8 +134,3 @@ def variant(
     blocks = (f"B_SCALE_ROWS={b_scale_rows}",) if b_scale_rows else ()
     groups = (f"GROUPED={_GROUPED[grouped]}",) if grouped else ()
     return (*shape, *cluster, *formats, f"PROMOTE={int(promote)}", *blocks, *groups)
-
-
-def sum_splits_variant(output: torch.dtype) -> tuple[str, ...]:
-    """The definitions that make ``sum_splits.cu`` one kernel."""
-    return (f"OUTPUT={OUTPUTS[output]}",)

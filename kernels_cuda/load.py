@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels_cuda.cache import cache_folder, check_folder, read_trusted, write
-from kernels_cuda.compile import architecture, check_driver, compiled, nvrtc_version, source_key
+from kernels_cuda.compile import architecture, check_driver, check_nvrtc, compiled, source_key
 from kernels_cuda.launch import Kernel
 
 
@@ -30,7 +30,7 @@ def load(family: str, defines: Sequence[str], layout: str, block: int, device: i
         KernelsUnavailable: if CuPy, NVRTC or the driver is missing or does not fit; the message says what to install.
         CompileError: if the source does not compile.
     """
-    version = nvrtc_version()
+    version = check_nvrtc(torch.cuda.get_device_capability(device))
     check_driver(_driver_version(), version)
     import cupy
 

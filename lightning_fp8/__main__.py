@@ -14,9 +14,8 @@ _COMMANDS = {
     "test": "evaluate a model on its test data",
     "predict": "predict with a model",
     "compare": "train a configuration under several precisions, and recommend one",
-    "doctor": "examine this machine: what runs in FP8 here, and what to change",
+    "doctor": "what runs in FP8 on this machine, and what to install",
     "report": "one HTML page about runs, from their logs",
-    "tune": "measure which GEMM kernels are faster here",
 }
 _LIGHTNINGS = ("fit", "validate", "test", "predict")
 # what the command lines of Lightning need
@@ -32,17 +31,13 @@ def run() -> None:
     elif "--version" in sys.argv[1:]:
         print(f"lightning-fp8 {__version__}")
     elif command == "doctor":
-        from lightning_fp8.tools.doctor.command import main as doctor
+        from lightning_fp8.tools.doctor import main as doctor
 
         doctor(arguments)
     elif command == "report":
         from lightning_fp8.tools.report.command import main as report
 
         report(arguments)
-    elif command == "tune":
-        from lightning_fp8.tools.tune.command import main as tune
-
-        tune(arguments)
     elif command == "compare":
         if not {"-h", "--help"} & {*arguments}:
             _check_needed()
@@ -85,7 +80,7 @@ def _check_needed() -> None:
     if missing:
         sys.exit(
             f"The command line needs {' and '.join(missing)}: pip install 'jsonargparse[signatures]>=4.41'."
-            " doctor, report and tune run without them."
+            " doctor and report run without them."
         )
 
 

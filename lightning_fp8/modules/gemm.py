@@ -196,7 +196,7 @@ class Gemm:
                 index = state.indices[state.row_of(module, role)]
                 fmt = recipe.format_of(role).name
                 place = state.scale, state.amax_history, index, fmt, state, records
-                self.slots[role, phase] = Slot(*place, self.config.gemm, current, self.model.generation)
+                self.slots[role, phase] = Slot(*place, current, self.model.generation)
             index, fmt = state.indices[state.row_of(self.module, "weight")], recipe.format_of("weight").name
             current = CurrentScale(blocks=recipe.current.blocks)
             self.slots["weight", phase] = WeightSlot(index, fmt, state, records, current)

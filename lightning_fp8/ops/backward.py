@@ -41,17 +41,17 @@ def gradients_by(cast: Cast, product: Callable[..., Tensor]) -> Gradients:
             return gradients_in_part(linear_backward, dy, *rest)
         layout = gradient_layout(x_fp8_t, w_fp8_t)
         rows, columns, scale_inv, columns_scale_inv, db = cast(dy, h, activation, slot, layout, bias)
-        fmt, gemm = slot.format, slot.gemm
+        fmt = slot.format
         if w_fp8_t.payload is None:
             dx = nothing(dy, dx_dtype)
         else:
-            dx = product(Fp8Tensor(rows, scale_inv, fmt), w_fp8_t, None, dx_dtype, False, gemm)
+            dx = product(Fp8Tensor(rows, scale_inv, fmt), w_fp8_t, None, dx_dtype, False)
         # a large tensor, whose memory may be reused for the next one
         del rows
         if x_fp8_t.payload is None:
             dw = dy.new_empty((dy if h is None else h).shape[1], 0, dtype=dw_dtype)
         else:
-            dw = product(Fp8Tensor(columns, columns_scale_inv, fmt), x_fp8_t, None, dw_dtype, False, gemm)
+            dw = product(Fp8Tensor(columns, columns_scale_inv, fmt), x_fp8_t, None, dw_dtype, False)
         return dx, dw, db
 
     return linear_backward

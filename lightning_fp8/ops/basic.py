@@ -42,14 +42,13 @@ _CAST_WEIGHT_BLOCKS = define(
 # scaled_mm: a [M, K] uint8, b [N, K] uint8, bias [N] or None -> [M, N] in out_dtype. K is the shorter of the operands',
 #   as one by columns has zeros at the end of its rows. The bias is rounded to out_dtype,
 #   as autocast rounds it, then added in fp32 to the scaled sum, which is rounded once. Without `fast_accumulation`
-#   partial sums are added up in fp32 at least every 128 along K. `gemm` selects what may run it, see
-#   ops/cuda/gemm_choice.py. The shape of a scale_inv says what each scale is for, see Fp8Tensor. If both
+#   partial sums are added up in fp32 at least every 128 along K. The shape of a scale_inv says what each scale is for,
+#   see Fp8Tensor; ops/cuda/rule.py what computes the product. If both
 #   operands are in blocks, partial sums of 128 along K are multiplied by their scales. With other scales than [] in
 #   one or both, blocks are made of them where that is possible and there is such a product; else values are used.
 _SCALED_MM = define(
-    "scaled_mm(Fp8Tensor a, Fp8Tensor b, Tensor? bias, ScalarType out_dtype, bool fast_accumulation, "
-    'str gemm="auto") -> Tensor',
-    ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "a_format", "b_format", "out_dtype", "fast_accumulation", "gemm"),
+    "scaled_mm(Fp8Tensor a, Fp8Tensor b, Tensor? bias, ScalarType out_dtype, bool fast_accumulation) -> Tensor",
+    ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "a_format", "b_format", "out_dtype", "fast_accumulation"),
 )
 # update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
 #   float32, newest first, nonfinite_steps [R] int64. For the first D: where amax is finite and > 0 it is pushed into
@@ -84,7 +83,6 @@ def _scaled_mm_fake(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
-    gemm: str = "auto",
 ) -> Tensor:
     return a.payload.new_empty((a.payload.shape[0], b.payload.shape[0]), dtype=out_dtype)
 
@@ -140,10 +138,10 @@ def cast_weight_operand(weight: Tensor, slot: WeightSlot, keep: bool) -> Fp8Oper
     return cuda.as_multiplied(operand) if slot.current.blocks == "power of 2" else operand
 
 
-def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype, gemm: str) -> Tensor:
+def fprop(x: Fp8Operand, w: Fp8Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """``x @ w^T + bias`` inside an operator: x ``[M, K]``, w ``[N, K]`` -> ``[M, N]``."""
     operands = Fp8Tensor(x.by_rows, x.scale_inv, x.format), Fp8Tensor(w.by_rows, w.scale_inv, w.format)
-    return scaled_mm.run(*operands, bias, out_dtype, True, gemm)  # type: ignore[no-any-return]
+    return scaled_mm.run(*operands, bias, out_dtype, True)  # type: ignore[no-any-return]
 
 
 def cast_weights(

@@ -96,7 +96,7 @@ class Block(NamedTuple):
 
 def _forward(block: Block) -> tuple[Tensor, ...]:
     x, a, dtype = block.x, block.a, block.out_dtype
-    hidden = [fprop(block.x_fp8, layer.operand, layer.bias_value, dtype, a.gemm) for layer in block.inner]
+    hidden = [fprop(block.x_fp8, layer.operand, layer.bias_value, dtype) for layer in block.inner]
     if block.activation:
         a_fp8 = cast_operand(hidden[0], a, block.activation, block.keep_a)
     elif on_gpu(x):
@@ -105,7 +105,7 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
         a_fp8 = cast_operand(gated(*hidden), a, "none", block.keep_a)
     # their memory may be reused for the output
     hidden = hidden if block.keep_h else [nothing(x, dtype) for _ in hidden]
-    y = fprop(a_fp8, block.outer.operand, block.outer.bias_value, dtype, a.gemm)
+    y = fprop(a_fp8, block.outer.operand, block.outer.bias_value, dtype)
     return in_shape_of(x, y), *hidden, a_fp8.by_columns, a_fp8.columns_scale_inv
 
 

@@ -105,11 +105,11 @@ def _assemble(kind: type[tuple[Any, ...]], values: Iterator[Any]) -> Any:
     if kind not in (Slot, WeightSlot):
         return constructor(*flat)
     *tensors, handle, record, how = flat
-    fmt, gemm, current = parsed_how(how)
+    fmt, current = parsed_how(how)
     state = state_of(handle)
     if kind is WeightSlot:
         return constructor(*tensors, fmt, state, record, current)
-    return constructor(*tensors, fmt, state, record, gemm, current, 0 if state is None else state.model.generation)
+    return constructor(*tensors, fmt, state, record, current, 0 if state is None else state.model.generation)
 
 
 def _arguments(kind: type[tuple[Any, ...]]) -> int:
@@ -132,11 +132,9 @@ def _in_parts(arguments: Iterable[Any]) -> list[Any]:
                 handle = 0
             if isinstance(argument, Slot):
                 flat.extend(argument[:3])
-                how = how_in_words(argument.format, argument.gemm, argument.current)
             else:
                 flat.append(argument.index)
-                how = how_in_words(argument.format, "", argument.current)
-            flat.extend((handle, argument.record, how))
+            flat.extend((handle, argument.record, how_in_words(argument.format, argument.current)))
         elif isinstance(argument, (Fp8Operand, Fp8Tensor, Columns, Groups)):
             flat.extend(argument)
         elif isinstance(argument, Layer):

@@ -57,7 +57,7 @@ def _linear(
     a = Fp8Tensor(x_fp8.by_rows, x_fp8.scale_inv, x_fp8.format)
     b = Fp8Tensor(w_fp8.by_rows, w_fp8.scale_inv, w_fp8.format)
     multiply = scaled_mm.cuda if x.is_cuda or library.cuda_on_cpu else scaled_mm.cpu
-    y: Tensor = multiply(a, b, bias_value, out_dtype, True, dy.gemm)
+    y: Tensor = multiply(a, b, bias_value, out_dtype, True)
     return y if x.dim() == 2 else in_shape_of(x, y)
 
 

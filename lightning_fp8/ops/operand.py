@@ -225,16 +225,16 @@ class CurrentScale(NamedTuple):
         return bool(self.margin or self.group)
 
 
-def how_in_words(format: str, gemm: str, current: CurrentScale) -> str:
-    """All three in one string, as torch allows an operator at most 64 arguments; see :func:`parsed_how`."""
-    return f"{format},{gemm},{current.margin},{current.blocks},{int(current.scale_from)},{current.group}"
+def how_in_words(format: str, current: CurrentScale) -> str:
+    """Both in one string, as torch allows an operator at most 64 arguments; see :func:`parsed_how`."""
+    return f"{format},{current.margin},{current.blocks},{int(current.scale_from)},{current.group}"
 
 
 @functools.cache
-def parsed_how(words: str) -> tuple[str, str, CurrentScale]:
+def parsed_how(words: str) -> tuple[str, CurrentScale]:
     """The arguments of :func:`how_in_words`."""
-    fmt, gemm, margin, blocks, scale_from, group = words.split(",", 5)
-    return fmt, gemm, CurrentScale(int(margin), blocks, group, ScaleFrom(int(scale_from)))
+    fmt, margin, blocks, scale_from, group = words.split(",", 4)
+    return fmt, CurrentScale(int(margin), blocks, group, ScaleFrom(int(scale_from)))
 
 
 class WeightSlot(NamedTuple):
@@ -270,7 +270,6 @@ class Slot(NamedTuple):
         format: the FP8 format of the cast.
         state: its ``amax`` records the casts; None if it no longer exists, so that nothing is recorded.
         record: whether casts are recorded.
-        gemm: which GEMMs the model runs, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``.
         current: how the tensor is scaled.
         generation: see :attr:`live_state`.
     """
@@ -281,7 +280,6 @@ class Slot(NamedTuple):
     format: str
     state: ScalingState | None
     record: bool
-    gemm: str = "auto"
     current: CurrentScale = CurrentScale(scale_from=ScaleFrom.HISTORY)
     generation: int = 0
 

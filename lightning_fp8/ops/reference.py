@@ -102,7 +102,6 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
-    gemm: str = "auto",
 ) -> Tensor:
     """``(a @ b^T) * a_scale_inv * b_scale_inv + bias``; see the operator ``lightning_fp8::scaled_mm``."""
     if a.scale_inv.dim() or b.scale_inv.dim():

@@ -12,8 +12,14 @@ def check_device(device: torch.device) -> None:
     """Raise if FP8 layers cannot run on ``device``.
 
     Raises:
-        RuntimeError: for a CUDA device below compute capability 8.9, or a device other than a CPU or a CUDA GPU.
+        RuntimeError: for a CUDA device below compute capability 8.9, an AMD GPU, or a device other than a CPU or a CUDA
+            GPU.
     """
+    if device.type == "cuda" and torch.version.hip is not None:
+        raise RuntimeError(
+            f"FP8 training runs on NVIDIA GPUs, and this torch is built for ROCm {torch.version.hip}: {device} is"
+            f' {torch.cuda.get_device_name(device)}. Use `precision="bf16-mixed"` there.'
+        )
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < MIN_CAPABILITY:

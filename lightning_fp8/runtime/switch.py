@@ -82,13 +82,26 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     return _DEFAULT_DTYPE.at(dtype)
 
 
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_DETERMINISTIC = Switch(_deterministic, _set_deterministic)
+
+
 @contextmanager
 def as_torch_starts() -> Iterator[None]:
     """Run code in torch's own defaults, unseen by any mode, whatever it is called from.
 
-    For tests and timings of kernels, which a FLOP counter or selective checkpointing would take for the model's own
-    products, and for reading and writing files.
+    For checks of kernels, which a FLOP counter or selective checkpointing would take for the model's own products, and
+    for reading and writing files.
     """
     on_cpu, full = torch.device("cpu"), torch.autocast("cpu", enabled=False)
-    with _disable_current_modes(), default_dtype(torch.float32), on_cpu, full:
+    # with deterministic algorithms, a product on a GPU may be refused
+    fast = _DETERMINISTIC.at((False, False))
+    with _disable_current_modes(), default_dtype(torch.float32), on_cpu, full, fast:
         yield

@@ -25,8 +25,6 @@ class Fp8Config:
 
     Attributes:
         recipe: how scales are computed.
-        gemm: which GEMMs they run, one of ``lightning_fp8.ops.cuda.gemm_choice.GEMMS``; it only changes the order of
-            summation. For benchmarks and tests, which set it by :meth:`ScalingState.configure`.
         min_features: the conversion left layers with fewer input or output features alone.
         frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
         overrides: by ``fnmatch`` pattern on module paths, ``"fp8"`` or ``"bf16"`` for some products in place of the
@@ -34,7 +32,6 @@ class Fp8Config:
     """
 
     recipe: Recipe
-    gemm: str = "auto"
     min_features: int = 16
     frozen_weights: FrozenWeights = "master"
     overrides: tuple[tuple[str, Mapping[str, str]], ...] = ()

@@ -10,7 +10,7 @@ from host_kernels import Guarded, HostKernel
 from torch import Tensor
 
 from kernels_cuda import gemm, gemm_variants
-from kernels_cuda.gemm import Operand, Split
+from kernels_cuda.gemm import Operand
 from kernels_cuda.gemm_variants import Configuration
 
 # NaN in every dtype: what is left unwritten is no number, and neither is what is made from it
@@ -38,30 +38,19 @@ def load(chosen: Chosen, late: bool = True) -> HostKernel:
     return kernel
 
 
-def sum_kernel(output: torch.dtype) -> HostKernel:
-    defines = gemm_variants.sum_splits_variant(output)
-    return HostKernel(("sum_splits", defines), gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, 0)
-
-
 def run(
     operands: tuple[Operand, Operand],
     chosen: Chosen,
     bias: Tensor | None = None,
-    splits: int = 1,
     late: bool = True,
     multiprocessors: int = 4,
 ) -> Tensor:
     """The product; only its elements are written."""
     (m, n), output = (len(payload) for payload, _ in operands), chosen.output
-    kernel = load(chosen if splits == 1 else chosen._replace(output=torch.float32), late)
+    kernel = load(chosen, late)
     kernel.multiprocessors = multiprocessors
-    memory, split = Guarded((m, -(-n * output.itemsize // 16) * 16 // output.itemsize), output, POISON), None
-    if splits > 1:
-        rows = gemm.split_rows(chosen.configuration, m)
-        parts = Guarded((splits, rows, -(-n // 4) * 4), torch.float32, POISON)
-        split = Split(splits, parts.tensor, sum_kernel(output))
-    gemm.gemm(kernel, chosen.configuration, *operands, memory.tensor[:, :n], bias, split)
-    assert split is None or parts.unharmed()
+    memory = Guarded((m, -(-n * output.itemsize // 16) * 16 // output.itemsize), output, POISON)
+    gemm.gemm(kernel, chosen.configuration, *operands, memory.tensor[:, :n], bias)
     assert memory.unharmed()
     # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
     if chosen.configuration.family == "gemm_sm90":

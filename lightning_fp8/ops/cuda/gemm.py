@@ -1,6 +1,6 @@
-"""FP8 GEMMs on a CUDA device: our kernels where chosen and available, else cuBLASLt.
+"""FP8 GEMMs on a CUDA device: our kernels where the rule says so and they are available, else torch's.
 
-Nothing here synchronises, except that ``gemm="auto"`` may measure a product when it first runs.
+Nothing here synchronises.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.gemm import ROW_BYTES, Split
+from kernels_cuda.gemm import ROW_BYTES
+from kernels_cuda.gemm_variants import Configuration
+from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.amaxes import BLOCK
-from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
-from lightning_fp8.ops.cuda.gemm_table import Choice
+from lightning_fp8.ops.cuda import kernels, plain, rule
 from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.ops.reference import are_in_blocks
-
-# elements of K in a step; each part of a split has at least one step
-_STEP = 128
 
 
 def scaled_mm(
@@ -26,59 +24,30 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accumulation: bool,
-    gemm: str = "auto",
 ) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``."""
     if a.scale_inv.dim() or b.scale_inv.dim():
-        return _in_blocks(a, b, bias, out_dtype, gemm)
-    promote = not fast_accumulation
+        return _in_blocks(a, b, bias, out_dtype)
     (m, k), (n, b_k) = a.payload.shape, b.payload.shape
-    choice = gemm_choice.choose(a.payload.device, gemm, m, n, k, promote, out_dtype, run_choice)
+    if not (m and n and k):
+        return plain.scaled_mm(a, b, bias, out_dtype, fast_accumulation)
+    configuration = rule.configuration_for(a.payload.device, m, n, "one", fast_accumulation)
+    if configuration is not None:
+        kernel = kernels.gemm_kernel(a.payload.device, configuration, a.format, b.format, out_dtype, True)
+        if kernel is not None:
+            return launch(configuration, kernel, a, b, bias, out_dtype)
     # the usual case takes a short path, because every call adds to the host time of a layer
-    if choice.configuration is None and not (n | k | b_k) % plain.ALIGNMENT and m and n and k:
+    if not (n | k | b_k) % plain.ALIGNMENT:
         return plain.aligned_mm(a, b, bias, out_dtype, fast_accumulation)
-    return run_choice(choice, a, b, bias, out_dtype, promote)
+    return plain.scaled_mm(a, b, bias, out_dtype, fast_accumulation)
 
 
-def run_choice(
-    choice: Choice,
-    a: Fp8Tensor,
-    b: Fp8Tensor,
-    bias: Tensor | None,
-    output: torch.dtype,
-    promote: bool,
-) -> Tensor:
-    """``(a @ b^T) * a_scale_inv * b_scale_inv + bias`` as chosen.
-
-    Uses cuBLASLt if a kernel is not available. Sizes that a kernel does not support are padded.
-
-    Args:
-        choice: the GEMM to run.
-        a: ``[M, K]``, with one scale.
-        b: ``[N, K]``, with one scale.
-        bias: ``[N] float32, bfloat16 or float16``, or None.
-        output: dtype of the result.
-        promote: whether partial sums are added up in fp32 registers every 128 along K.
-
-    Returns:
-        ``[M, N]``, contiguous.
-    """
-    (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
-    plan = None
-    if choice.configuration is not None and m and n and k:
-        choice = choice._replace(splits=min(choice.splits, -(-k // _STEP)))
-        plan = kernels.kernels_of(choice, device, a.format, b.format, output, promote)
-    if plan is None:
-        return plain.scaled_mm(a, b, bias, output, not promote)
-    return _launch(plan, a, b, bias, output)
-
-
-def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
+def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
     """:func:`scaled_mm` where one or both operands have several scales. Our kernels do not support squares in a, and
     always promote.
     """
     if a.scale_inv.dtype == b.scale_inv.dtype == torch.uint8:
-        return _mx(a, b, bias, output, gemm)
+        return _mx(a, b, bias, output)
     is_mixed = not are_in_blocks(a, b)
     if is_mixed:
         k = min(a.payload.shape[1], b.payload.shape[1])
@@ -87,17 +56,21 @@ def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dt
             return plain.scaled_mm_dequantized(a, b, bias, output)
         a, b = a_blocks, b_blocks
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
-    choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k) if len(a.scale_inv) == m else Choice(None)
-    b_scale_rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
-    plan = kernels.kernels_of(choice, device, a.format, b.format, output, True, b_scale_rows)
-    if plan is not None:
-        return _launch(plan, a, b, bias, output)
+    failure = None
+    if m and n and k and len(a.scale_inv) == m:
+        configuration = rule.configuration_for(device, m, n, "blocks", False)
+        if configuration is not None:
+            rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
+            kernel = kernels.gemm_kernel(device, configuration, a.format, b.format, output, True, rows)
+            if kernel is not None:
+                return launch(configuration, kernel, a, b, bias, output)
+            failure = kernels.failure_of(device, configuration.family)
     if is_mixed and not plain.multiplies_blocks(a, b):
         return plain.scaled_mm_dequantized(a, b, bias, output)
-    return plain.scaled_mm_in_blocks(a, b, bias, output)
+    return plain.scaled_mm_in_blocks(a, b, bias, output, failure)
 
 
-def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, gemm: str) -> Tensor:
+def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
     """:func:`scaled_mm` where both operands have scales in E8M0, those of a weight without a master in a matrix.
 
     Where there is no product in MX, such a weight runs on dequantized values; others, which are trained, are refused.
@@ -106,24 +79,26 @@ def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype, ge
         return plain.scaled_mm_dequantized(a, b, bias, output)
     a, b = plain.in_tiles(a), plain.in_tiles(b)
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
-    choice = gemm_choice.choose_in_blocks(device, gemm, m, n, k, True)
-    plan = kernels.kernels_of(choice, device, a.format, b.format, output, False, 1)
-    return plain.scaled_mm_mx(a, b, bias, output) if plan is None else _launch(plan, a, b, bias, output)
+    if m and n and k:
+        configuration = rule.configuration_for(device, m, n, "mx", True)
+        if configuration is not None:
+            kernel = kernels.gemm_kernel(device, configuration, a.format, b.format, output, False, 1)
+            if kernel is not None:
+                return launch(configuration, kernel, a, b, bias, output)
+    return plain.scaled_mm_mx(a, b, bias, output)
 
 
-def _launch(plan: kernels.Found, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
-    """The product ``[M, N]``, contiguous."""
-    configuration, kernel, splits, sum_kernel = plan
+def launch(
+    configuration: Configuration, kernel: Kernel, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype
+) -> Tensor:
+    """The product ``[M, N]``, contiguous, by one of our kernels; no size is 0, and others are padded."""
     m, n, device = a.payload.shape[0], b.payload.shape[0], a.payload.device
     # kernels write rows that begin at multiples of 16 bytes
-    out = torch.empty(m, _up_to(ROW_BYTES // output.itemsize, n), dtype=output, device=device)[:, :n]
+    row = -(-n * output.itemsize // ROW_BYTES) * ROW_BYTES // output.itemsize
+    out = torch.empty(m, row, dtype=output, device=device)[:, :n]
     bias = None if bias is None else bias.contiguous()
-    split = None
-    if sum_kernel is not None:
-        shape = (splits, kernel_gemm.split_rows(configuration, m), _up_to(ROW_BYTES // torch.float32.itemsize, n))
-        split = Split(splits, torch.empty(shape, dtype=torch.float32, device=device), sum_kernel)
     operands = ((_as_operand(a.payload), a.scale_inv), (_as_operand(b.payload), b.scale_inv))
-    kernel_gemm.gemm(kernel, configuration, *operands, out, bias, split)
+    kernel_gemm.gemm(kernel, configuration, *operands, out, bias)
     return out.contiguous()
 
 
@@ -131,7 +106,3 @@ def _as_operand(payload: Tensor) -> Tensor:
     """``[rows, K] uint8`` as the kernels take it: K padded with zeros, rows at multiples of 16 bytes."""
     payload = plain.padded(payload).contiguous()
     return payload if payload.data_ptr() % ROW_BYTES == 0 else payload.clone()
-
-
-def _up_to(multiple: int, size: int) -> int:
-    return -(-size // multiple) * multiple

@@ -1,9 +1,9 @@
-"""The kernel for each operator: compiled at first use on a device, tested there against the reference, and cached."""
+"""The kernel for each operator: compiled at first use on a device, checked there against torch, and cached."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -12,16 +12,17 @@ from typing import NamedTuple
 import torch
 
 from kernels_cuda import block_casts, casts, gemm, gemm_variants, load, scales
-from kernels_cuda.compile import KernelsUnavailable
+from kernels_cuda.compile import KernelsUnavailable, architecture, compile_ahead
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops.cuda import self_test, self_test_blocks, self_test_gemm
-from lightning_fp8.ops.cuda.gemm_table import Choice
+from lightning_fp8.ops.cuda import check
+from lightning_fp8.ops.cuda.rule import backend
 from lightning_fp8.runtime.device import is_capturing
 from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
-BACKENDS = ("auto", "reference")
+# the first failure of a family on a device
+_failures: dict[tuple[torch.device, str], str] = {}
 _PLAIN = "torch's own operators take over, with the same results and more passes over memory."
 
 
@@ -34,28 +35,18 @@ _OF_ACTIVATIONS = [
 ]
 
 
-@functools.cache
-def backend() -> str:
-    """``LIGHTNING_FP8_BACKEND``: ``auto``, or ``reference`` for plain torch on every device. Read once.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    name = os.environ.get("LIGHTNING_FP8_BACKEND", "auto")
-    if name not in BACKENDS:
-        raise ValueError(f"LIGHTNING_FP8_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}.")
-    return name
-
-
 class Variant(NamedTuple):
-    """One kernel: how to compile and launch it, and its self-test, which takes the device and the kernel."""
+    """One kernel: how to compile and launch it, and its check, which takes the device and the kernel."""
 
     family: str
     defines: tuple[str, ...]
     layout: str
     block: int
-    self_test: Callable[[torch.device, Kernel], str | None]
+    check: Callable[[torch.device, Kernel], str | None]
     shared_bytes: int = 0
+    # what has a scale: "one", "blocks", "mx" or "groups"; and the dtype of a cast's input
+    scales: str = "one"
+    input: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
@@ -64,14 +55,14 @@ class Variant(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """The result of compiling, loading and testing a kernel.
+    """The result of compiling, loading and checking a kernel.
 
     Attributes:
         kernel: ready to launch; None if it must not be used.
         failure: the reason, else None.
         unavailable: whether the toolchain or the driver failed, which affects every kernel.
         loading_s: seconds that compiling, or reading the cache, and loading took.
-        testing_s: seconds that the self-test took; None where it did not run.
+        checking_s: seconds that the check took; None where it did not run.
         out_of_memory: whether memory ran out, which says nothing about the kernel.
     """
 
@@ -79,7 +70,7 @@ class Attempt(NamedTuple):
     failure: str | None
     unavailable: bool
     loading_s: float
-    testing_s: float | None
+    checking_s: float | None
     out_of_memory: bool = False
 
 
@@ -103,15 +94,13 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
     in_blocks += [_weights_variant(*kind) for kind in ((True, False), (False, True), (True, True))]
     in_blocks += [
         _gemm_variant(configuration, "e4m3", "e4m3", output, True, rows)
-        for configuration in gemm_variants.configurations(capability, True)
+        for configuration in gemm_variants.configurations(capability, in_blocks=True)
         for rows in (1, gemm.SCALE_ROWS)
         for output in gemm_variants.OUTPUTS
     ]
-    in_blocks += [
-        _gemm_variant(configuration, "e4m3", "e4m3", output, False, 1)
-        for configuration in gemm_variants.mx_configurations(capability)
-        for output in gemm_variants.OUTPUTS
-    ]
+    of_mx = gemm_variants.mx_configuration(capability)
+    if of_mx is not None:
+        in_blocks += [_gemm_variant(of_mx, "e4m3", "e4m3", output, False, 1) for output in gemm_variants.OUTPUTS]
     grouped = [
         _gemm_variant(grouped_configuration, *pair, output, promote, grouped=how)
         for how, pair, promote in (
@@ -128,24 +117,14 @@ def variants(capability: tuple[int, int], every: bool = False) -> list[Variant]:
 
 
 def _gemm_variants(capability: tuple[int, int], every: bool) -> list[Variant]:
-    fast, promoted = (gemm_variants.configurations(capability, promote) for promote in (False, True))
-    # no recipe multiplies two gradients
-    pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
-    outputs = tuple(gemm_variants.OUTPUTS)
-    gemms = [
-        _gemm_variant(configuration, *pair, output, False)
-        for configuration in fast
-        for pair in (pairs if every else [("e4m3", "e4m3")])
-        for output in (outputs if every else (torch.bfloat16,))
-    ]
-    # dgrad in bf16; wgrad in the parameters' dtype
-    gemms += [
+    # dgrad in bf16, wgrad in the parameters' dtype; no recipe multiplies two gradients
+    pairs = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")] if every else [("e5m2", "e4m3")]
+    return [
         _gemm_variant(configuration, *pair, output, True)
-        for configuration in promoted
-        for pair in (pairs if every else [("e5m2", "e4m3")])
-        for output in outputs
+        for configuration in gemm_variants.configurations(capability)
+        for pair in pairs
+        for output in gemm_variants.OUTPUTS
     ]
-    return [*gemms, *(_sum_splits_variant(output) for output in outputs)] if gemms else []
 
 
 @functools.cache
@@ -194,73 +173,36 @@ def gemm_kernel(
     return _obtain(_gemm_variant(configuration, a_format, b_format, output, promote, b_scale_rows, grouped), device)
 
 
-@functools.cache
-def sum_splits_kernel(device: torch.device, output: torch.dtype) -> Kernel | None:
-    """``sum_splits`` for outputs of this dtype, or None."""
-    return _obtain(_sum_splits_variant(output), device)
-
-
-class Found(NamedTuple):
-    """The kernels of a choice: the GEMM and, where K is split, the sum of the parts."""
-
-    configuration: Configuration
-    kernel: Kernel
-    splits: int
-    sum_kernel: Kernel | None
-
-
-def kernels_of(
-    choice: Choice,
-    device: torch.device,
-    a_format: str,
-    b_format: str,
-    output: torch.dtype,
-    promote: bool,
-    b_scale_rows: int = 0,
-) -> Found | None:
-    """The kernels for a choice; None for cuBLASLt, or if a kernel is not available. ``b_scale_rows``: see
-    :func:`kernels_cuda.gemm_variants.variant`."""
-    if choice.configuration is None:
-        return None
-    # parts of a sum are in fp32
-    stored = output if choice.splits == 1 else torch.float32
-    blocks = (b_scale_rows,) if b_scale_rows else ()
-    kernel = gemm_kernel(device, choice.configuration, a_format, b_format, stored, promote, *blocks)
-    sum_kernel = sum_splits_kernel(device, output) if choice.splits > 1 and kernel is not None else None
-    if kernel is None or (choice.splits > 1 and sum_kernel is None):
-        return None
-    return Found(choice.configuration, kernel, choice.splits, sum_kernel)
-
-
 def _cast_variant(input: torch.dtype, format: str, activation: str, backward: bool) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test.cast_transpose(device, input, format, activation, backward, kernel)
+    def run(device: torch.device, kernel: Kernel) -> str | None:
+        return check.cast_transpose(device, kernel, input, format, activation, backward)
 
     defines = casts.variant(input, format, activation, backward)
-    return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, test)
+    return Variant("cast_transpose", defines, casts.layout(defines), casts.THREADS, run, input=input)
 
 
 def _block_cast_variant(input: torch.dtype, mx: bool, activation: str, backward: bool) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_blocks.cast(device, input, kernel, mx, activation, backward)
+    def run(device: torch.device, kernel: Kernel) -> str | None:
+        return check.cast_blocks(device, kernel, input, mx, activation, backward)
 
     defines = block_casts.variant(input, activation, backward)
     family = "cast_mx" if mx else "cast_blocks"
-    return Variant(family, defines, block_casts.layout(defines), block_casts.THREADS, test)
+    layout = block_casts.layout(defines)
+    return Variant(family, defines, layout, block_casts.THREADS, run, scales="mx" if mx else "blocks", input=input)
 
 
 def _weights_variant(squares: bool, mx: bool = False) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        if not squares and not mx:
-            return self_test.cast_weights(device, kernel)
-        return self_test_blocks.cast_weights(device, kernel, squares, mx)
+    def run(device: torch.device, kernel: Kernel) -> str | None:
+        return check.cast_weights(device, kernel, squares, mx)
 
     threads = block_casts.THREADS if squares or mx else casts.THREADS
-    return Variant("cast_weights", casts.weights_variant(squares, mx), casts.CAST_WEIGHTS_LAYOUT, threads, test)
+    defines, layout = casts.weights_variant(squares, mx), casts.CAST_WEIGHTS_LAYOUT
+    kind = "mx" if mx else "blocks" if squares else "one"
+    return Variant("cast_weights", defines, layout, threads, run, scales=kind)
 
 
 def _update_variant() -> Variant:
-    return Variant("update_scales", (), scales.LAYOUT, scales.THREADS, self_test.update_scales)
+    return Variant("update_scales", (), scales.LAYOUT, scales.THREADS, check.update_scales)
 
 
 def _gemm_variant(
@@ -272,24 +214,14 @@ def _gemm_variant(
     b_scale_rows: int = 0,
     grouped: str = "",
 ) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        if grouped:
-            return self_test_gemm.grouped(device, configuration, grouped, a_format, b_format, output, kernel)
-        mx = bool(b_scale_rows) and not promote
-        return self_test_gemm.gemm(device, configuration, a_format, b_format, output, kernel, b_scale_rows, mx)
+    def run(device: torch.device, kernel: Kernel) -> str | None:
+        return check.gemm(device, kernel, configuration, a_format, b_format, output, promote, b_scale_rows, grouped)
 
     defines = gemm_variants.variant(configuration, a_format, b_format, output, promote, b_scale_rows, grouped)
     layout = configuration.blocks_layout if b_scale_rows and promote else configuration.layout
     layout = configuration.grouped_layout if grouped else layout
-    return Variant(configuration.family, defines, layout, configuration.threads, test, configuration.shared_bytes)
-
-
-def _sum_splits_variant(output: torch.dtype) -> Variant:
-    def test(device: torch.device, kernel: Kernel) -> str | None:
-        return self_test_gemm.sum_splits(device, output, kernel)
-
-    defines = gemm_variants.sum_splits_variant(output)
-    return Variant("sum_splits", defines, gemm_variants.SUM_SPLITS_LAYOUT, gemm_variants.SUM_SPLITS_THREADS, test)
+    kind = "one" if not b_scale_rows else "blocks" if promote else "mx"
+    return Variant(configuration.family, defines, layout, configuration.threads, run, configuration.shared_bytes, kind)
 
 
 def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
@@ -298,12 +230,16 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
     if is_capturing(device.type == "cuda"):
         raise RuntimeError(
             f"The kernel {variant.name} is used for the first time while a CUDA graph is captured, where it can be"
-            " neither loaded nor tested. Run a step of the same kind, forward and backward, before the capture."
+            " neither loaded nor checked. Run a step of the same kind, forward and backward, before the capture."
         )
+    if device.type == "cuda":
+        _compile_ahead(variant, device)
     attempt = try_kernel(variant, device)
     if attempt.out_of_memory:
-        # an error, as for any operator, and not cached: the next use tests the kernel again
-        raise torch.OutOfMemoryError(f"There was no memory to load and test {variant.name}: {attempt.failure}")
+        # an error, as for any operator, and not cached: the next use checks the kernel again
+        raise torch.OutOfMemoryError(f"There was no memory to load and check {variant.name}: {attempt.failure}")
+    if attempt.failure is not None:
+        _failures.setdefault((device, variant.family), attempt.failure)
     if attempt.unavailable:
         warn_once(f"{attempt.failure} Until then {_PLAIN}")
     elif attempt.failure is not None:
@@ -312,26 +248,63 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
     return attempt.kernel
 
 
+def _compile_ahead(variant: Variant, device: torch.device) -> None:
+    """Compile a kernel together with those that linear layers of the same recipe and dtype take."""
+    capability = torch.cuda.get_device_capability(device)
+    together = {variant.name: variant, **{of.name: of for of in _of_a_layer(capability, variant.scales, variant.input)}}
+    # a toolchain that is missing, or a source that does not compile: `try_kernel` says so
+    with contextlib.suppress(Exception):
+        compile_ahead([(of.family, of.defines) for of in together.values()], architecture(capability))
+
+
+def _of_a_layer(capability: tuple[int, int], scales: str, input: torch.dtype) -> list[Variant]:
+    """The kernels that a linear layer takes in training, with the formats of the default recipe and fp32 masters."""
+    if scales == "blocks":
+        gemms = [
+            _gemm_variant(configuration, "e4m3", "e4m3", *of_product)
+            for configuration in gemm_variants.configurations(capability, in_blocks=True)
+            for of_product in ((input, True, gemm.SCALE_ROWS), (torch.float32, True, 1))
+        ]
+        return [_block_cast_variant(input, False, "none", False), _weights_variant(True), *gemms]
+    if scales == "mx":
+        of_mx = gemm_variants.mx_configuration(capability)
+        outputs = (input, torch.float32) if of_mx is not None else ()
+        gemms = [_gemm_variant(of_mx, "e4m3", "e4m3", output, False, 1) for output in outputs if of_mx is not None]
+        return [_block_cast_variant(input, True, "none", False), _weights_variant(True, True), *gemms]
+    gemms = [
+        _gemm_variant(configuration, "e5m2", "e4m3", output, True)
+        for configuration in gemm_variants.configurations(capability)
+        for output in (input, torch.float32)
+    ]
+    casting = [_cast_variant(input, fmt, "none", False) for fmt in casts.FORMATS]
+    return [*casting, _weights_variant(False), _update_variant(), *gemms]
+
+
+def failure_of(device: torch.device, family: str) -> str | None:
+    """Why a kernel of this family is not used on the device, if there is one and it was tried."""
+    return _failures.get((device, family))
+
+
 @as_torch_starts()
-def try_kernel(variant: Variant, device: torch.device, test_again: bool = False) -> Attempt:
-    """Compile a kernel or take it from the cache, load it and test it. Never raises or warns.
+def try_kernel(variant: Variant, device: torch.device, check_again: bool = False) -> Attempt:
+    """Compile a kernel or take it from the cache, load it and check it. Never raises or warns.
 
     Args:
         variant: see :func:`variants`.
         device: where it is to run.
-        test_again: repeat a self-test that has passed before; if it now fails, the earlier pass is forgotten.
+        check_again: repeat a check that has passed before; if it now fails, the earlier pass is forgotten.
     """
     family, defines, index = variant.family, variant.defines, device.index or 0
     began = time.perf_counter()
-    testing: float | None = None
+    checking: float | None = None
     out_of_memory = False
     try:
         kernel = load.load(family, defines, variant.layout, variant.block, index, variant.shared_bytes)
         passed = load.has_passed(family, defines, index)
-        if passed and not test_again:
+        if passed and not check_again:
             return Attempt(kernel, None, False, time.perf_counter() - began, None)
-        testing = time.perf_counter()
-        failure = variant.self_test(device, kernel)
+        checking = time.perf_counter()
+        failure = variant.check(device, kernel)
     except KernelsUnavailable as error:
         return Attempt(None, str(error), True, time.perf_counter() - began, None)
     # whatever the compiler, the driver or a first launch raises: the kernel is not used, but the program continues
@@ -339,10 +312,10 @@ def try_kernel(variant: Variant, device: torch.device, test_again: bool = False)
         failure = f"{type(error).__name__}: {error}"
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "CUDA_ERROR_OUT_OF_MEMORY" in failure
     ended = time.perf_counter()
-    loading, tested = (ended - began, None) if testing is None else (testing - began, ended - testing)
+    loading, checked = (ended - began, None) if checking is None else (checking - began, ended - checking)
     if failure is not None:
-        if testing is not None and passed and not out_of_memory:
+        if checking is not None and passed and not out_of_memory:
             load.forget_pass(family, defines, index)
-        return Attempt(None, failure, False, loading, tested, out_of_memory)
+        return Attempt(None, failure, False, loading, checked, out_of_memory)
     load.remember_pass(family, defines, index)
-    return Attempt(kernel, None, False, loading, tested)
+    return Attempt(kernel, None, False, loading, checked)

@@ -51,7 +51,7 @@ def multiplies_as_mx(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     capability = torch.cuda.get_device_capability(device)
-    return capability >= (10, 0) and not configurations(capability, True)
+    return capability >= (10, 0) and not configurations(capability, in_blocks=True)
 
 
 def as_taken(payload: Tensor) -> Tensor:

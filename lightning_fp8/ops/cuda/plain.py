@@ -14,7 +14,7 @@ from lightning_fp8.ops import e8m0, reference
 from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, own_scale, record_amax, update_scales
 from lightning_fp8.ops.counting import count, is_counting
-from lightning_fp8.ops.cuda import self_test_products
+from lightning_fp8.ops.cuda import check
 from lightning_fp8.ops.cuda.layouts import as_taken
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
@@ -102,15 +102,20 @@ def aligned_mm(
     return out if bias is None or fused is not None else out.add_(bias)
 
 
-def scaled_mm_in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def scaled_mm_in_blocks(
+    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, failure: str | None = None
+) -> Tensor:
     """See the operator ``lightning_fp8::scaled_mm``, for operands in blocks.
+
+    Args:
+        failure: why a kernel of ours is not used, if there is one and it was tried.
 
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
     product = reference.scaled_mm_in_blocks
     if a.payload.is_cuda and a.payload.numel() and b.payload.numel():
-        check_blocks(torch.cuda.get_device_capability(a.payload.device), torch.version.cuda)
+        check_blocks(torch.cuda.get_device_capability(a.payload.device), torch.version.cuda, failure)
         product = product_of_blocks
     return product(a, b, bias, out_dtype)
 
@@ -194,7 +199,8 @@ def check_mx_product(device: torch.device) -> None:
             " tested. Run a step of the same kind, forward and backward, before the capture."
         )
     try:
-        failure = self_test_products.mx(device, product_of_mx)
+        a, b, expected = check.product_of_mx(device)
+        failure = None if torch.equal(product_of_mx(a, b, None, torch.float32), expected) else "it gave other sums"
     except torch.OutOfMemoryError:
         raise
     # whatever torch and cuBLASLt raise where they do not know this product
@@ -260,14 +266,20 @@ def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:
     return capability[0] == 9 and tuple(map(int, (cuda or "0.0").split(".")[:2])) >= (12, 9)
 
 
-def check_blocks(capability: tuple[int, int], cuda: str | None) -> None:
-    """RuntimeError unless cuBLASLt multiplies operands in blocks on such a GPU with this CUDA version of torch."""
+def check_blocks(capability: tuple[int, int], cuda: str | None, failure: str | None = None) -> None:
+    """RuntimeError unless cuBLASLt multiplies operands in blocks on such a GPU with this CUDA version of torch.
+
+    ``failure`` says why a kernel of ours is not used that exists.
+    """
     if not _has_blocks(capability, cuda):
         of_powers = "BlockScaling(power_of_2_scales=True), which runs as MX, 'fp8-mx' or 'fp8-current'"
         instead = of_powers if capability[0] in (10, 11) else "precision='fp8-current'"
+        ours = "lightning_fp8's need CuPy and a GPU of compute capability 8.9, 9.0 or 12.x"
+        if failure is not None:
+            ours = f"lightning_fp8's exists and is not used ({failure.rstrip('.')})"
         raise RuntimeError(
-            "fp8-block has no kernel here: lightning_fp8's need CuPy and a GPU of compute capability 8.9, 9.0 or 12.x,"
-            " cuBLASLt's a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
+            f"fp8-block has no kernel here: {ours},"
+            " cuBLASLt's need a GPU of compute capability 9.0 (H100, H200), and torch built for CUDA 12.9 or newer; got"
             f" {capability[0]}.{capability[1]} and CUDA {cuda}. Use {instead} here."
         )
 

@@ -1,1 +1,0 @@
-"""Measures the GEMMs of linear layers on this GPU ahead of training, as ``gemm="auto"`` does at first use."""
