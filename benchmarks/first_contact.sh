@@ -1,26 +1,22 @@
 #!/usr/bin/env bash
-# Half an hour on a GPU that nothing has run on yet: four stages, each less than ten minutes even if steps hang. The
-# limits of all steps add up to 28 minutes, which leaves two for the machine to start.
+# Ten minutes on a GPU that nothing has run on yet: two stages of five, and two more for those who have longer.
 #
 #     benchmarks/first_contact.sh 1|2|3|4
 #
-#   1  hardware and versions; every kernel's self-test; the GPU tests of casts, GEMMs, CUDA graphs and threads
-#   2  GEMMs, casts and linear layers compared with their baselines
-#   3  a layer and a training step compared with bf16-mixed
-#   4  more GPU tests, small sizes, a memory check, profiles
+#   1  does it run: hardware and versions; every kernel's check; the GPU tests of casts and products
+#   2  is it fast: casts, GEMMs, a linear layer, a transformer layer and a training step, beside bf16-mixed
+#   3  more tests: experts, blocks, graphs, threads; a compiled layer
+#   4  small sizes, memory checks, profiles
 #
-# What is worth most comes first. A stage can be run again, also on another machine: it needs nothing of the others,
-# except that the choice of GEMMs in the layers of stages 2 and 3 goes by the table that stage 2 measures first.
+# What is worth most comes first. A stage can be run again, also on another machine: it needs nothing of the others.
 #
 # Every step has a time limit, and the next step runs even if one fails or hangs. Results are written as they come, to
-# four files: stageN.log, all output; stageN-summary.tsv, a line for each step; stageN.jsonl, the rows of benchmarks;
-# gemm-GPU.json, the measured table as of the last step.
+# three files: stageN.log, all output; stageN-summary.tsv, a line for each step; stageN.jsonl, the rows of benchmarks.
 #
 # Environment, with defaults: OUT, the folder of these files (./first_contact). CUBINS, a folder that `doctor --compile`
-# filled elsewhere (build/cubins), to which a measured table may be added: copied into the cache, where only this user
-# may write. Git ignores it, so a copy of the checkout on another machine has it only if it is named along with the
-# tracked files. PYTHON (python, or python3 where there is no python). LIMIT_SCALE, a factor for the steps' time limits
-# (1).
+# filled elsewhere (build/cubins): copied into the cache, where only this user may write. Git ignores it, so a copy of
+# the checkout on another machine has it only if it is named along with the tracked files. PYTHON (python, or python3
+# where there is no python). LIMIT_SCALE, a factor for the steps' time limits (1).
 set -u
 umask 022
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -74,7 +70,6 @@ step() {
     [[ $status == 0 ]] || failed=1
     printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$status" \
         "$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $began }")" "$limit" "${*@Q}" | tee -a "$summary"
-    cp "$cache"/gemm-*.json "$out" 2>/dev/null
     [[ $(stat -c %s "$log") -le $most ]] || truncate -s "$most" "$log"
 }
 
@@ -106,10 +101,6 @@ profile() {
         "$python" -m benchmarks --rounds 1 "$@"
 }
 
-tune() {
-    step "$1" "$2" "$python" -m lightning_fp8 tune --shapes "$3"
-}
-
 mkdir -p "$cache" && chmod -R go-w "$cache"
 [[ ! -d $cubins ]] || cp -u "$cubins"/* "$cache"
 commit=${COMMIT:-$(git describe --always --dirty --exclude='*' 2>/dev/null || echo unknown)}
@@ -118,38 +109,32 @@ printf 'step\tstatus\tseconds\tlimit\tcommand\n' >>"$summary"
 step machine 10 nvidia-smi
 case $stage in
     1)
-        step versions 15 "$python" -c 'import sys, importlib.metadata as m; print(sys.version, *sorted({f"{d.name}=={d.version}" for d in m.distributions()}), sep="\n")'
         # the first to read torch's libraries from the disk
-        step "doctor quick" 60 "$python" -m lightning_fp8 doctor --quick
-        step doctor 110 "$python" -m lightning_fp8 doctor --time-limit 20
-        tests casts 60 "bit_pattern or ragged or weights_and_scales" tests/ops/test_cuda.py
-        tests "GEMM self-tests" 90 "self_test and not block" tests/ops/test_cuda_gemm.py
-        tests "GEMM load, graph, training" 70 "not (self_test or random_shapes or splits or block)" \
-            tests/ops/test_cuda_gemm.py
-        tests "graphs, threads, no waiting" 75 \
-            "not (self_test or theirs or bit_pattern or ragged or reduced_overhead)" tests/ops/test_cuda.py
+        step doctor 100 "$python" -m lightning_fp8 doctor
+        tests "casts" 70 "bit_pattern or ragged or weights_and_scales" tests/ops/test_cuda.py
+        tests "products" 110 "not block and not group" tests/ops/test_cuda_gemm.py
         ;;
     2)
-        tune "tune 8192x4096x16384" 80 8192x4096x16384
-        bench "dgrad 8192x4096x16384" 45 --suite gemm --case "dgrad 8192x4096x16384"
-        bench "wgrad 16384x4096x8192" 45 --suite gemm --case "wgrad 16384x4096x8192"
-        bench "casts, 8192 and 8200 tokens" 75 --suite cast --case "x8192 bf16->e4m3 cast_transpose"
-        bench "linear, linear-GELU-linear" 90 --suite linear --case "linear, 8192 tokens, 4096 -> 16384"
-        bench "fprop 8192x16384x4096" 45 --suite gemm --case "fprop 8192x16384x4096"
-        bench "in blocks 8192x4096" 50 --suite blocks --case 8192x4096
+        bench "dgrad 8192x4096x16384" 40 --suite gemm --case "dgrad 8192x4096x16384"
+        bench "wgrad 16384x4096x8192" 40 --suite gemm --case "wgrad 16384x4096x8192"
+        bench "casts, 8192 tokens" 45 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
+        bench "linear" 45 --suite linear --case "linear, 8192 tokens, 4096 -> 16384"
+        bench "layer, eager" 60 --suite layer --case eager
+        bench "GPT, a training step" 70 --suite train --case "124M, 1 x 16 x 1024 tokens, eager"
         ;;
     3)
-        bench "layer, eager" 90 --suite layer --case eager
+        tests "graphs, threads, no waiting" 75 "not (theirs or bit_pattern or ragged or reduced_overhead)" tests/ops/test_cuda.py
+        tests "experts and blocks" 90 "block or group" tests/ops/test_cuda_gemm.py
+        bench "in blocks 8192x4096" 50 --suite blocks --case 8192x4096
+        bench "fprop 8192x16384x4096" 45 --suite gemm --case "fprop 8192x16384x4096"
+        bench "linear-GELU-linear" 60 --suite linear --case "linear-GELU-linear"
         bench "layer, compiled" 200 --suite layer --case compiled
-        bench "GPT, a training step" 100 --suite train --case "124M, 1 x 16 x 1024 tokens, eager"
         ;;
     4)
-        tests "GEMM random shapes, splits" 70 "random_shapes or splits" tests/ops/test_cuda_gemm.py
-        tests "casts and GEMMs in blocks" 45 "block" tests/ops/test_cuda_gemm.py
         bench "small GEMMs" 30 --suite gemm --case "2048x1024x1024"
         bench "update of scales" 30 --suite cast --case update_scales
-        check_memory "memory check of split GEMMs" 50 "splits and 2" tests/ops/test_cuda_gemm.py
         check_memory "memory check of ragged casts" 40 "ragged and 63" tests/ops/test_cuda.py
+        check_memory "memory check of ragged products" 50 "ragged" tests/ops/test_cuda_gemm.py
         profile "profile of a GEMM" 35 gemm_sm 2 --suite gemm --case "dgrad 8192x4096x16384"
         profile "profile of a cast" 35 cast_transpose 12 --suite cast --case "8192x8192 bf16->e4m3 cast_transpose"
         ;;

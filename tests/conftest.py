@@ -134,10 +134,10 @@ def strict_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from lightning_fp8.ops.cuda import plain
     from lightning_fp8.ops.operand import Fp8Tensor
 
-    def in_blocks(a: Fp8Tensor, b: Fp8Tensor, *rest: Any) -> torch.Tensor:
+    def in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Any, dtype: torch.dtype, failure: Any = None) -> torch.Tensor:
         # as on a GPU
         is_empty = not (a.payload.numel() and b.payload.numel())
-        return (reference.scaled_mm_in_blocks if is_empty else plain.product_of_blocks)(a, b, *rest)
+        return (reference.scaled_mm_in_blocks if is_empty else plain.product_of_blocks)(a, b, bias, dtype)
 
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -173,9 +173,9 @@ def host_kernels(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def forget_kernels() -> None:
     """What has been chosen and loaded is chosen and loaded again."""
-    from lightning_fp8.ops.cuda import gemm_choice, kernels
+    from lightning_fp8.ops.cuda import kernels, rule
 
-    for function in (*vars(kernels).values(), gemm_choice.choose, gemm_choice.choose_in_blocks):
+    for function in (*vars(kernels).values(), rule.configuration_for):
         if hasattr(function, "cache_clear"):
             function.cache_clear()
 

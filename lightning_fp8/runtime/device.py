@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 # Ada: the first generation with FP8 matrix units
 MIN_CAPABILITY = (8, 9)
+
+
+class Gpu(NamedTuple):
+    """What the choice of kernels depends on."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+# for tests, which run a CPU as such a GPU
+stand_in: Gpu | None = None
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU as torch reports it; None for a CPU."""
+    if stand_in is not None:
+        return stand_in
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    return Gpu(gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count)
 
 
 def check_device(device: torch.device) -> None:
@@ -15,18 +39,18 @@ def check_device(device: torch.device) -> None:
         RuntimeError: for a CUDA device below compute capability 8.9, an AMD GPU, or a device other than a CPU or a CUDA
             GPU.
     """
-    if device.type == "cuda" and torch.version.hip is not None:
-        raise RuntimeError(
-            f"FP8 training runs on NVIDIA GPUs, and this torch is built for ROCm {torch.version.hip}: {device} is"
-            f' {torch.cuda.get_device_name(device)}. Use `precision="bf16-mixed"` there.'
-        )
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < MIN_CAPABILITY:
-            name = torch.cuda.get_device_name(device)
+    gpu = gpu_of(device)
+    if gpu is not None:
+        # torch calls AMD's "cuda" too
+        if torch.version.hip is not None:
+            raise RuntimeError(
+                f"FP8 training runs on NVIDIA GPUs, and this torch is built for ROCm {torch.version.hip}; {device} is"
+                f' {gpu.name}. Use `precision="bf16-mixed"` there.'
+            )
+        if gpu.capability < MIN_CAPABILITY:
             raise RuntimeError(
                 f"FP8 training needs a GPU of compute capability {_dotted(MIN_CAPABILITY)} or newer (Ada, Hopper,"
-                f" Blackwell), but {device} is {name}, {_dotted(capability)}."
+                f" Blackwell), but {device} is {gpu.name}, {_dotted(gpu.capability)}."
                 ' Use `precision="bf16-mixed"` there ("16-mixed" before compute capability 8.0).'
             )
     elif device.type != "cpu":

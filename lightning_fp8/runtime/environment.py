@@ -67,7 +67,7 @@ def _commit() -> str:
 def driver_cuda() -> int:
     """The newest CUDA that the driver supports, as the driver reports it: 12080 for 12.8; 0 without a driver."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return 0
     version = ctypes.c_int(0)

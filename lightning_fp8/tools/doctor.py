@@ -32,7 +32,7 @@ from kernels_cuda.gemm_variants import configurations, grouped_configuration, mx
 from lightning_fp8.ops.cuda import kernels, rule
 from lightning_fp8.ops.cuda.plain import check_blocks, check_mx
 from lightning_fp8.plugins.registration import register, registered
-from lightning_fp8.runtime.device import check_device
+from lightning_fp8.runtime.device import Gpu, check_device, gpu_of
 from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_version, package_version
 from lightning_fp8.runtime.program import program
 from lightning_fp8.runtime.version import __version__
@@ -189,8 +189,9 @@ def _gpus(found: Findings) -> None:
 
 def _gpu(found: Findings, device: torch.device, try_kernels: bool) -> bool:
     """What runs on a GPU; whether FP8 does."""
-    major, minor = torch.cuda.get_device_capability(device)
-    name = f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    gpu = gpu_of(device) or Gpu("unknown", (0, 0), 0)
+    major, minor = gpu.capability
+    name = f"{device}: {gpu.name}, compute capability {major}.{minor}"
     found.runs[name] = runs = dict.fromkeys(("bf16-mixed", "bf16-true"), "yes" if major >= 8 else "no: no bf16")
     try:
         check_device(device)
@@ -198,9 +199,9 @@ def _gpu(found: Findings, device: torch.device, try_kernels: bool) -> bool:
         runs |= dict.fromkeys(_FP8, f"no: {error}")
         found.problems.append(Problem(SLOWER, str(error), _OTHER_PRECISION))
         return False
-    has_kernels = _toolchain(found, device)
+    has_kernels = _toolchain(found, gpu.capability)
     if has_kernels and try_kernels:
-        has_kernels = _try(found, device)
+        has_kernels = _try(found, device, gpu.capability)
     casts = "own casts" if has_kernels else "torch's casts, slower"
     ours = has_kernels and rule.backend() in ("auto", "kernels")
     plain, blocks = configurations((major, minor)), configurations((major, minor), in_blocks=True)
@@ -224,10 +225,10 @@ def _gpu(found: Findings, device: torch.device, try_kernels: bool) -> bool:
     return True
 
 
-def _toolchain(found: Findings, device: torch.device) -> bool:
+def _toolchain(found: Findings, capability: tuple[int, int]) -> bool:
     """Whether kernels can be compiled and loaded for a GPU."""
     try:
-        check_driver(driver_cuda(), check_nvrtc(torch.cuda.get_device_capability(device)))
+        check_driver(driver_cuda(), check_nvrtc(capability))
     except KernelsUnavailable as error:
         what, do = _parted(str(error))
         found.problems.append(Problem(SLOWER, f"{what} Casts are slower without our kernels.", do))
@@ -244,9 +245,9 @@ def _parted(message: str) -> tuple[str, str]:
     return " ".join(message.replace(match[0], "").split()), match[0]
 
 
-def _try(found: Findings, device: torch.device) -> bool:
+def _try(found: Findings, device: torch.device, capability: tuple[int, int]) -> bool:
     """Compile, load and check the kernels of the default recipe; whether the casts may be used."""
-    variants = kernels.variants(torch.cuda.get_device_capability(device))
+    variants = kernels.variants(capability)
     failed = []
     for variant in tqdm(variants, desc=f"kernels on {device}", leave=False, disable=None):
         attempt = kernels.try_kernel(variant, device, check_again=True)

@@ -61,9 +61,7 @@ def test_the_model_gives_recorded_sums(profile: str, formats: tuple[str, str]) -
 
 
 @pytest.mark.parametrize(("family", "formats"), [("gemm_sm90", pair) for pair in PAIRS[:3]] + [("gemm_sm89", PAIRS[0])])
-def test_our_kernels_give_recorded_sums(
-    family: str, formats: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_kernels_give_recorded_sums(family: str, formats: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN and inf among the operands too. Ada's with scales of 1 for blocks."""
     monkeypatch.setattr(gemm, "tensor_map", host_tensor_map)
     generator = torch.Generator().manual_seed(2)

@@ -16,6 +16,7 @@ from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda.dispatch import new_result
 from lightning_fp8.ops.cuda.kernels import cast_kernel, gemm_kernel
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Groups, Slot
+from lightning_fp8.runtime.device import gpu_of
 
 # rows of a group's wgrad that Hopper's copy engine stores at a time
 _STORED_ROWS = 64
@@ -37,10 +38,10 @@ class Products(NamedTuple):
     by_depth: Callable[[Fp8Tensor, Fp8Tensor, Groups, torch.dtype], Tensor]
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU; (0, 0) of another device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    gpu = gpu_of(device)
+    return (0, 0) if gpu is None else gpu.capability
 
 
 # dynamo calls this instead of tracing it: it compiles and tests kernels

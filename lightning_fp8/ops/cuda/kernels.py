@@ -17,11 +17,11 @@ from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import check
 from lightning_fp8.ops.cuda.rule import backend
-from lightning_fp8.runtime.device import is_capturing
+from lightning_fp8.runtime.device import gpu_of, is_capturing
 from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
-# the first failure of a family on a device
+# the latest failure of a family on a device
 _failures: dict[tuple[torch.device, str], str] = {}
 _PLAIN = "torch's own operators take over, with the same results and more passes over memory."
 
@@ -232,14 +232,15 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
             f"The kernel {variant.name} is used for the first time while a CUDA graph is captured, where it can be"
             " neither loaded nor checked. Run a step of the same kind, forward and backward, before the capture."
         )
-    if device.type == "cuda":
-        _compile_ahead(variant, device)
+    gpu = gpu_of(device)
+    if gpu is not None:
+        _compile_ahead(variant, gpu.capability)
     attempt = try_kernel(variant, device)
     if attempt.out_of_memory:
         # an error, as for any operator, and not cached: the next use checks the kernel again
         raise torch.OutOfMemoryError(f"There was no memory to load and check {variant.name}: {attempt.failure}")
     if attempt.failure is not None:
-        _failures.setdefault((device, variant.family), attempt.failure)
+        _failures[device, variant.family] = attempt.failure
     if attempt.unavailable:
         warn_once(f"{attempt.failure} Until then {_PLAIN}")
     elif attempt.failure is not None:
@@ -248,9 +249,8 @@ def _obtain(variant: Variant, device: torch.device) -> Kernel | None:
     return attempt.kernel
 
 
-def _compile_ahead(variant: Variant, device: torch.device) -> None:
+def _compile_ahead(variant: Variant, capability: tuple[int, int]) -> None:
     """Compile a kernel together with those that linear layers of the same recipe and dtype take."""
-    capability = torch.cuda.get_device_capability(device)
     together = {variant.name: variant, **{of.name: of for of in _of_a_layer(capability, variant.scales, variant.input)}}
     # a toolchain that is missing, or a source that does not compile: `try_kernel` says so
     with contextlib.suppress(Exception):

@@ -18,7 +18,7 @@ from lightning_fp8.ops.cuda import check
 from lightning_fp8.ops.cuda.layouts import as_taken
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
-from lightning_fp8.runtime.device import is_capturing
+from lightning_fp8.runtime.device import gpu_of, is_capturing
 from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -114,8 +114,9 @@ def scaled_mm_in_blocks(
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
     product = reference.scaled_mm_in_blocks
-    if a.payload.is_cuda and a.payload.numel() and b.payload.numel():
-        check_blocks(torch.cuda.get_device_capability(a.payload.device), torch.version.cuda, failure)
+    gpu = gpu_of(a.payload.device)
+    if gpu is not None and a.payload.numel() and b.payload.numel():
+        check_blocks(gpu.capability, torch.version.cuda, failure)
         product = product_of_blocks
     return product(a, b, bias, out_dtype)
 
@@ -153,7 +154,7 @@ def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: tor
     Raises:
         RuntimeError: on a GPU whose tensor cores do not multiply such operands, or on which the product is wrong.
     """
-    if not a.payload.is_cuda or not (a.payload.numel() and b.payload.numel()):
+    if gpu_of(a.payload.device) is None or not (a.payload.numel() and b.payload.numel()):
         return scaled_mm_dequantized(a, b, bias, out_dtype)
     check_mx_product(a.payload.device)
     return product_of_mx(a, b, bias, out_dtype)
@@ -178,7 +179,8 @@ def in_tiles(operand: Fp8Tensor) -> Fp8Tensor:
 
 def has_mx(device: torch.device) -> bool:
     """Whether the tensor cores of a GPU multiply operands in MX; a CPU stands in for one."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _MX
+    gpu = gpu_of(device)
+    return gpu is None or gpu.capability >= _MX
 
 
 def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
@@ -192,8 +194,10 @@ def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
 @as_torch_starts()
 def check_mx_product(device: torch.device) -> None:
     """RuntimeError unless :func:`product_of_mx` gives the exact results of small cases here. Waits, once per device."""
-    check_mx(torch.cuda.get_device_capability(device))
-    if is_capturing(True):
+    gpu = gpu_of(device)
+    if gpu is not None:
+        check_mx(gpu.capability)
+    if is_capturing(device.type == "cuda"):
         raise RuntimeError(
             "The product of fp8-mx is used for the first time while a CUDA graph is captured, where it cannot be"
             " tested. Run a step of the same kind, forward and backward, before the capture."
@@ -228,7 +232,7 @@ def check_mx(capability: tuple[int, int]) -> None:
 
 def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
-    if a.payload.is_cuda:
+    if gpu_of(a.payload.device) is not None:
         warn_once(
             "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
             " change within 128 elements of the sum, as in gradients of inputs of a weight with a scale for each row,"
@@ -257,9 +261,8 @@ def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
 
 def multiplies_blocks(a: Fp8Tensor, b: Fp8Tensor) -> bool:
     """Whether :func:`scaled_mm_in_blocks` takes operands of these formats here: cuBLASLt knows blocks in E4M3 only."""
-    device = a.payload.device
-    is_there = device.type != "cuda" or _has_blocks(torch.cuda.get_device_capability(device), torch.version.cuda)
-    return is_there and a.format == b.format == "e4m3"
+    gpu = gpu_of(a.payload.device)
+    return (gpu is None or _has_blocks(gpu.capability, torch.version.cuda)) and a.format == b.format == "e4m3"
 
 
 def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:

@@ -26,6 +26,7 @@ import torch
 
 from kernels_cuda.gemm_variants import Configuration, configurations, mx_configuration
 from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.runtime.device import gpu_of
 
 BACKENDS = ("auto", "kernels", "cublaslt", "reference")
 # what has a scale: each operand, 128-blocks of them, or 32 elements along K
@@ -62,11 +63,10 @@ def configuration_for(device: torch.device, m: int, n: int, scales: Scales, fast
     Raises:
         RuntimeError: if ``LIGHTNING_FP8_BACKEND=kernels`` asks for a kernel that there is not on this GPU.
     """
-    asked = backend()
-    if device.type != "cuda" or asked in ("reference", "cublaslt"):
+    asked, gpu = backend(), gpu_of(device)
+    if gpu is None or asked in ("reference", "cublaslt"):
         return None
-    gpu = torch.cuda.get_device_properties(device)
-    capability = gpu.major, gpu.minor
+    capability = gpu.capability
     if scales == "mx":
         ours = tuple(filter(None, [mx_configuration(capability)]))
     else:
@@ -79,7 +79,7 @@ def configuration_for(device: torch.device, m: int, n: int, scales: Scales, fast
         )
     if not ours or (scales == "one" and fast and asked == "auto"):
         return None
-    return min(ours, key=lambda configuration: _waves(configuration, m, n, gpu.multi_processor_count))
+    return min(ours, key=lambda configuration: _waves(configuration, m, n, gpu.multiprocessors))
 
 
 def _waves(configuration: Configuration, m: int, n: int, multiprocessors: int) -> int:
