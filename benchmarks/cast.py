@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from lightning_fp8.ops.cuda.self_test import same_codes
 from torch import Tensor
 
 from benchmarks import baselines
@@ -68,9 +67,19 @@ def _same(name: str, got: Tensor, expected: Tensor, tolerance: Tolerance) -> boo
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if got.dtype.itemsize == 1:
-        return same_codes(got, expected, tolerance.codes)
+        return _same_codes(got, expected, tolerance.codes)
     limits = tolerance.relative.get(name, 0.0), tolerance.absolute.get(name, 0.0)
     return torch.allclose(got, expected, rtol=limits[0], atol=limits[1])
+
+
+def _same_codes(got: Tensor, expected: Tensor, neighbouring: float) -> bool:
+    """Whether two FP8 tensors agree, except for a share ``neighbouring`` of codes that are adjacent or near zero."""
+    codes, expected_codes = got.view(torch.uint8), expected.view(torch.uint8)
+    # codes of one sign are in the order of their values; near zero an activation is the difference of large numbers
+    close = (codes.int() - expected_codes.int()).abs() <= 1
+    close |= (got.float() - expected.float()).abs() <= 1e-5 * torch.finfo(got.dtype).max
+    different = codes != expected_codes
+    return bool((close | ~different).all()) and different.float().mean().item() <= neighbouring
 
 
 def cases(device: torch.device) -> list[Case]:

@@ -92,8 +92,8 @@ bench() {
     step "$name" "$seconds" "$python" -m benchmarks --rounds 10 --out "$rows" "$@"
 }
 
-# profile NAME SECONDS KERNEL SKIPPED ARGUMENT...: the kernel's launches of a case, after as many as its self-test has, at
-# sizes of its own, on a machine where it has not passed before. The clocks are left as other steps are timed at.
+# profile NAME SECONDS KERNEL SKIPPED ARGUMENT...: the kernel's launches of a case, after as many as its check has
+# on a machine where it has not passed before. The clocks are left as other steps are timed at.
 profile() {
     local name=$1 seconds=$2 kernel=$3 skipped=$4
     shift 4

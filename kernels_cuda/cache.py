@@ -1,6 +1,6 @@
-"""The cache folder of compiled kernels, self-test results and measured tables, and whose files it trusts.
+"""The cache folder of compiled kernels, and of the checks that they have passed, and whose files it trusts.
 
-A cubin is code that the GPU runs, and a recorded pass skips its self-test. So nothing that another user may have put
+A cubin is code that the GPU runs, and a recorded pass skips its check. So nothing that another user may have put
 there is used: the folder and each file in it must belong to the user of this process or to root, and nobody else may
 write there, group included; files must be regular ones, and no symbolic links. The folder itself may be reached
 through links. An administrator shares a cache by setting ``LIGHTNING_FP8_CACHE_DIR`` to a folder that root owns; a

@@ -1,4 +1,4 @@
-"""From a kernel family to a kernel that can be launched on one device, and the record of its self-test."""
+"""From a kernel family to a kernel that can be launched on one device, and the record of its check."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _driver_version() -> int:
 
 
 def has_passed(family: str, defines: Sequence[str], device: int) -> bool:
-    """Whether this kernel, of this source, has passed its self-test on such a device under this driver before."""
+    """Whether this kernel, of this source, has passed its check on such a device under this driver before."""
     with contextlib.suppress(OSError):
         check_folder(cache_folder())
         return read_trusted(_pass_file(family, defines, device)) is not None
@@ -57,7 +57,7 @@ def has_passed(family: str, defines: Sequence[str], device: int) -> bool:
 
 
 def remember_pass(family: str, defines: Sequence[str], device: int) -> None:
-    """Record a pass, so the next process skips the self-test. If nothing can be written, the test runs again."""
+    """Record a pass, so the next process skips the check. If nothing can be written, it runs again."""
     with contextlib.suppress(OSError):
         check_folder(cache_folder())
         write(_pass_file(family, defines, device), b"")
