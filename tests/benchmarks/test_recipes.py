@@ -91,7 +91,7 @@ def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str,
 
 
 def test_the_rule() -> None:
-    long, short, free, bad = (f"fp8-delayed,amax_history_len={x}" for x in ("16", "4", "4,margin=1", "1"))
+    long, short, free, bad = (f"fp8-delayed,amax_history_len={x}" for x in ("16", "4", "2,margin=1", "1"))
     # the second differs from the best by noise, `bad` by more than that
     costs = {long: [0.1, 0.2, 0.3], short: [0.15, 0.1, 0.4], free: [0.1, 0.2, 0.31], bad: [0.4, 0.5, 0.6]}
     rows = made({**costs, "fp8-current": [0.0, 0.0, 0.0]}, {long: 16, short: 4, free: 4, bad: 1, "fp8-current": 0})
