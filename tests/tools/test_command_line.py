@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as mirror
+import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from repository import ROOT
@@ -151,6 +152,38 @@ def test_what_a_users_callback_raises_keeps_its_traceback(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
     with pytest.raises(ValueError, match="my own rule"):
         Fp8CLI(Own, run=False, args=[f"--trainer.callbacks={__name__}.Picky", "--trainer.accelerator=cpu"])
+
+
+class Shuffled(pl.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # takes as many random numbers
+        self.layer = torch.nn.Linear(width, 1)
+        self.seen: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.arange(8.0), shuffle=True)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        self.seen += batch.tolist()
+
+    def configure_optimizers(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_the_order_of_the_data_follows_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # seeding sets this variable too; pytest restores it
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    quiet = [f"--trainer.{name}=false" for name in ("logger", "enable_checkpointing", "enable_progress_bar")]
+    orders = []
+    for width in (4, 5):
+        arguments = [f"--model={__name__}.Shuffled", f"--model.width={width}", "--seed_everything=3"]
+        arguments += [*quiet, "--trainer.accelerator=cpu", "--trainer.max_epochs=1"]
+        cli = Fp8CLI(args=["fit", *arguments], save_config_callback=None)
+        orders.append(cli.model.seen)
+    assert orders[0] == orders[1] != sorted(orders[0])
 
 
 class OfTheOtherName(mirror.LightningModule):
