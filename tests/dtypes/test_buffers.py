@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import lightning.fabric as lf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,16 +209,6 @@ def test_under_a_trainer_with_a_model_made_in_configure_model(tmp_path: Path) ->
     found = {row.name: (row.actual, row.expected) for row in callback.report.rows if row.kind == "buffer"}
     assert found["late.rotary.inv_freq"] == (torch.float32, torch.float32)
     assert found["late.gain"] == (torch.bfloat16, torch.bfloat16)
-
-
-def test_in_fabric() -> None:
-    fabric = lf.Fabric(accelerator="cpu", devices=1, precision="bf16-true")
-    model, optimizer = fabric.setup(module := Model(), torch.optim.SGD(module.parameters(), lr=0.1))
-    assert dtypes(module) == EXPECTED
-    loss = model(torch.randn(4, 6, 16)).square().mean()
-    fabric.backward(loss)
-    optimizer.step()
-    assert module.product.grad.dtype == torch.bfloat16
 
 
 def test_a_ruined_buffer_beside_parameters_is_named() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_fp8 import Bf16MixedPrecision
 from lightning_fp8.modules import attention, feed_forward, linear
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 16, 2, 2, 5, 4
@@ -115,7 +114,7 @@ KINDS = ("relu", "gelu", squared_relu)
 WITHOUT_RECIPES = ("fp8-delayed", "bf16-mixed", "bf16-true")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_encoder(precision: Any, gemms: list[str]) -> None:
     count = 4 if precision.startswith("fp8-") else 0
     # each pair of the options of a layer and of its call
@@ -177,7 +176,7 @@ def fast_path(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_switches_come_back_after_an_exception_and_out_of_nesting(precision: Any, fast_path: bool) -> None:
     def state() -> tuple[Any, ...]:
         key = torch._C.DispatchKey.AutocastIPU
@@ -251,7 +250,7 @@ def test_fp16_on_a_cpu_is_bf16_mixed(precision: Any, tmp_path: Any) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> None:
     encoder, x, mask = encoder_inputs()
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32

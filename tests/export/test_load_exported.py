@@ -29,7 +29,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.examples import ByteGPT
-from lightning_fp8.export.tensors import amax_of_scale, codes_of
+from lightning_fp8.export.tensors import codes_of
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -103,8 +103,6 @@ CASES: dict[str, Case] = {
                 ["body.0", "head[0]"]),
     "in_proj fell back": (encoder, on(2, 6, 32), ("self_attn.in_proj",), {},
                           {"self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}, ["self_attn.in_proj"]),
-    "two fell back": (encoder, on(2, 6, 32), ("self_attn.out_proj", "linear2"), {},
-                      {"self_attn.in_proj_weight", "linear1.weight"}, ["self_attn.out_proj", "linear2"]),
     "conv1d fell back": (lambda: nn.Sequential(Conv1D(40, 24), nn.Linear(40, 16)), on(5, 24), ("0",), {}, {"1.weight"},
                          ["0"]),
     "zeros": (of_zeros, on(8, 32), (), {}, {"0.weight", "2.weight"}, []),
@@ -137,7 +135,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     same_outputs(loaded, load_exported(convert(make()), tmp_path), run)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face(tmp_path: Path, name: str) -> None:
     batch = made(name)[1]
 
@@ -171,8 +169,8 @@ def test_scales_and_histories(tmp_path: Path) -> None:
     assert (other.amax_history > 0).sum(0).tolist() == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("margin", [0, 3])
-def test_histories_fit_the_recipe_of_the_model(tmp_path: Path, margin: int) -> None:
+def test_histories_fit_the_recipe_of_the_model(tmp_path: Path) -> None:
+    margin = 3
     export(trained(small_mlp(), on(8, 32)), tmp_path)
     state = scaling_state(load_exported(convert(small_mlp(), DelayedScaling(margin=margin)), tmp_path))
     for row in (0, 1):
@@ -214,24 +212,13 @@ def test_every_code_comes_back() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = codes[~codes.float().isnan()][None]
     largest = torch.finfo(torch.float32).max
-    exponents = torch.empty(1000).uniform_(-119, 127)
+    exponents = torch.empty(300).uniform_(-119, 127)
     for scale in torch.cat([torch.exp2(exponents), torch.tensor([1.0, 448.0, largest, 448.0 / largest])]):
         dequantized = finite.float() * scale.reciprocal()
         for dtype in (torch.float32, torch.bfloat16) if scale <= 2.0**117 else (torch.float32,):
             again = codes_of(dequantized.to(dtype), scale)
             assert torch.equal(again.view(torch.uint8), finite.view(torch.uint8)), (scale, dtype)
     assert codes_of(torch.tensor([[float("nan")]]), torch.tensor(3.0)).float().isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -> None:
-    amaxes = (torch.rand(1000) * 2.0 ** torch.randint(-14, 15, (1000,))).to(dtype).float()
-    for amax in amaxes[amaxes > 0]:
-        scale = torch.tensor(448.0) / amax
-        found = amax_of_scale(scale)
-        assert torch.tensor(448.0) / found == scale
-        # so that a model in this dtype can hold it
-        assert found.to(dtype) == found
 
 
 @pytest.mark.parametrize("converted", [False, True])
@@ -251,8 +238,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 128), nn.Linear(128, 200))
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("power_of_2", [False, True])
+@pytest.mark.parametrize(("power_of_2", "converted"), [(False, True), (True, False)])
 def test_scales_of_blocks(tmp_path: Path, power_of_2: bool, converted: bool) -> None:
     recipe = BlockScaling(power_of_2_scales=power_of_2)
     model = convert(wide(), recipe, ignore_modules=("3",))
@@ -265,8 +251,9 @@ def test_scales_of_blocks(tmp_path: Path, power_of_2: bool, converted: bool) -> 
     same_outputs(model, loaded, on(16, 256))
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()])
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "meta"), [(DelayedScaling(amax_history_len=4), False), (CurrentScaling(), True), (BlockScaling(), False)]
+)
 def test_a_frozen_model_has_the_same_outputs(tmp_path: Path, recipe: Recipe, meta: bool) -> None:
     run = on(16, 256)
     model = convert(wide(), recipe, ignore_modules=("3",))

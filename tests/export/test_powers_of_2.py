@@ -17,6 +17,7 @@ from exported import tensors_of
 from fp8_checkpoints import HF_FP8, write
 from fp8_numpy import cast_in_blocks, code_values
 from in_blocks import in_fp8
+from pairwise import pairwise
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -60,10 +61,10 @@ def check(model: nn.Sequential, source: nn.Sequential) -> None:
         x = y.detach()
 
 
-@pytest.mark.parametrize("target", ["plain", "converted", "meta"])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("held", ["master", "fp8"])
-@pytest.mark.parametrize("layout", [None, "hf-fp8", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("layout", "held", "frozen", "target"),
+    pairwise([None, "hf-fp8", "compressed-tensors"], ["master", "fp8"], [False, True], ["plain", "converted", "meta"]),
+)
 def test_an_export_keeps_them(layout: str | None, held: str, frozen: bool, target: str, tmp_path: Path) -> None:
     source = plain()
     model = convert(plain(), POWERS, frozen_weights=held).eval()  # type: ignore[arg-type]
@@ -88,8 +89,7 @@ def test_an_export_keeps_them(layout: str | None, held: str, frozen: bool, targe
         assert torch.equal(loaded(X), model(X))
 
 
-@pytest.mark.parametrize("k_by_n", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "k_by_n"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_the_values_of_a_frozen_weight_are_those_that_its_products_have(dtype: torch.dtype, k_by_n: bool) -> None:
     weight = plain()[0].weight.to(dtype)
     layer: nn.Module = Conv1D(384, 256) if k_by_n else nn.Linear(256, 384)
@@ -129,9 +129,9 @@ def test_a_merged_base_is_rounded_to_them(layout: str | None, tmp_path: Path) ->
     assert np.array_equal(saved["0.weight"].view(torch.uint8).numpy(), codes)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize(
+    ("powers", "scale_dtype", "frozen"), pairwise([False, True], [torch.float32, torch.bfloat16], [False, True])
+)
 def test_a_checkpoint_of_others_says_it_by_its_scales(
     powers: bool, scale_dtype: torch.dtype, frozen: bool, tmp_path: Path
 ) -> None:
@@ -157,8 +157,7 @@ def test_a_checkpoint_of_others_says_it_by_its_scales(
         check(loaded, source)
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), POWERS], ids=["any scales", "powers of 2"])
-@pytest.mark.parametrize("layout", [None, "compressed-tensors"])
+@pytest.mark.parametrize(("recipe", "layout"), [(BlockScaling(), None), (POWERS, "compressed-tensors")], ids=str)
 def test_blocks_of_zeros_are_read_again(layout: str | None, recipe: BlockScaling, tmp_path: Path) -> None:
     source = plain()
     source[0].weight.data[128:256, :128] = 0

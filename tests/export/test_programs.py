@@ -10,6 +10,7 @@ from typing import Any
 import feed_forward_blocks
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from lightning_fp8 import (
@@ -71,13 +72,17 @@ def test_a_program_is_the_model_and_knows_no_other(name: str, strict: bool, tmp_
 IN_PART = {"overrides": {"*": {"dgrad": "bf16"}, "2": {"wgrad": "bf16"}}}
 
 
-@pytest.mark.parametrize("traced_in", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "traced_in"),
     [
-        *((name, {"recipe": recipe}) for name in MODELS for recipe in (DelayedScaling(), BlockScaling(), MXScaling())),
-        ("mlp", IN_PART),
-        ("gated", {"recipe": BlockScaling(), "frozen_weights": "fp8"}),
+        *(
+            (name, {"recipe": recipe}, traced_in)
+            for name, recipe, traced_in in pairwise(
+                [*MODELS], [DelayedScaling(), BlockScaling(), MXScaling()], [torch.enable_grad, torch.no_grad]
+            )
+        ),
+        ("mlp", IN_PART, torch.no_grad),
+        ("gated", {"recipe": BlockScaling(), "frozen_weights": "fp8"}, torch.enable_grad),
     ],
 )
 def test_a_traced_model_is_the_model(name: str, settings: Any, traced_in: Any, tmp_path: Path) -> None:

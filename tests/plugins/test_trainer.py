@@ -168,12 +168,8 @@ def of_another(precision: Any, path: Path, **kwargs: Any) -> pl.Trainer:
 def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precision: Any, name: str) -> None:
     model, trainer = convert(seeded()), of_another(precision, tmp_path, max_epochs=2)
     (message,) = warned("Trainer", lambda: trainer.fit(model, loader(), loader()))
-    layers = "Regression has 2 converted layers, which this precision leaves in FP8: net.0, net.2."
-    assert message.startswith(
-        f"Trainer, precision {name}: {layers} This Trainer neither updates their scales nor saves"
-    )
-    for advice in ('precision="fp8-delayed"', "unconvert(model)", "scaling_state(model).update()"):
-        assert advice in message
+    for words in (f"precision {name}", "2 converted layers", ": net.0, net.2.", 'precision="fp8-delayed"'):
+        assert words in message
     # the message is correct
     assert isinstance(model.net[0], Fp8Linear)
     state = scaling_state(model)
