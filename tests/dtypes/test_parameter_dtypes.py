@@ -203,26 +203,6 @@ def test_kept_modules_compile(precision: Any) -> None:
     assert actual.dtype == torch.bfloat16
 
 
-def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier() -> None:
-    def hooks(model: nn.Module) -> int:
-        return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.modules())
-
-    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Conv1d(16, 16, 1))
-    Bf16MixedPrecision().convert_module(model)
-    assert hooks(model) == 0
-    Bf16TruePrecision(keep_fp32=("1",)).convert_module(model)
-    assert hooks(model) == 2
-    assert "forward" in vars(model[1])
-    Bf16TruePrecision().convert_module(model)
-    assert hooks(model) == 3
-    assert not any("forward" in vars(layer) for layer in model)
-    Bf16MixedPrecision(param_dtype="bfloat16").convert_module(model)
-    assert hooks(model) == 3
-    Fp8Precision().convert_module(model)
-    assert hooks(model) == 0
-    assert set(dtypes(model).values()) == {torch.float32}
-
-
 def test_inputs_of_another_dtype_in_bf16_true_keep_their_identity_and_structure() -> None:
     plugin = Bf16TruePrecision()
     attention = plugin.convert_module(nn.MultiheadAttention(16, 2, batch_first=True))
@@ -302,25 +282,6 @@ def test_compute_dtype_fp32() -> None:
         assert model(torch.randn(2, 16)).detach().numpy().dtype == "float32"
     with Fp8Precision().forward_context(), pytest.raises(TypeError, match="Got unsupported ScalarType BFloat16"):
         model[0](torch.randn(2, 16)).detach().numpy()
-
-
-def test_weights_that_are_no_parameters() -> None:
-    """Plain tensors as weights, as under FSDP with flat parameters, or with a parametrization."""
-    plugin = Bf16TruePrecision()
-    model = nn.Sequential(
-        nn.Linear(8, 8, bias=False), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
-    )
-    plugin.convert_module(model)
-    flat = model[0].weight.detach().clone()
-    del model[0]._parameters["weight"]
-    model[0].weight = flat
-    with plugin.forward_context():
-        assert model(torch.randn(2, 8)).dtype == torch.bfloat16
-    fp8 = Fp8Precision().convert_module(nn.Sequential(nn.Linear(16, 16, bias=False)))
-    flat = fp8[0].weight.detach().clone()
-    del fp8[0]._parameters["weight"]
-    fp8[0].weight = flat
-    assert fp8.to("cpu")(torch.randn(2, 16)).isfinite().all()
 
 
 @pytest.mark.parametrize("training", [True, False])

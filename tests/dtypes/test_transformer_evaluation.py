@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lit import Regression, loader, make_trainer, seeded
+from lit import Regression, loader, make_trainer
 from pairwise import pairwise
 from torch import Tensor, nn
 
@@ -217,37 +216,6 @@ def test_hooks_evaluate_encoders_under_an_autocast_of_their_own(precision: Any, 
     with pytest.raises(AssertionError):
         make_trainer(tmp_path, precision=precision, max_epochs=2).fit(Evaluating(), loader())
     assert torch.backends.mha.get_fastpath_enabled() == fast_path
-
-
-class Encoding(Regression):
-    """Its encoder takes torch's fast path in evaluation, unless something prevents it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = encoder_inputs()[0].train()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.unflatten(1, (2, WIDTH)), src_key_padding_mask=torch.tensor([[False, True]] * len(x)))[:, 0]
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self(batch[0]).float().square().mean()
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", 16])
-@pytest.mark.filterwarnings("ignore:.*fp16 is not supported on CPU.*", "ignore:`precision=16`")
-def test_fp16_on_a_cpu_is_bf16_mixed(precision: Any, tmp_path: Any) -> None:
-    runs = []
-    for string in (precision, "bf16-mixed"):
-        model = seeded(Encoding)
-        trainer = make_trainer(tmp_path, precision=string)
-        trainer.fit(model, loader(), loader())
-        fabric = Fabric(accelerator="cpu", precision=string)
-        evaluated = fabric.setup(seeded(Encoding)).eval()
-        with torch.no_grad():
-            output = evaluated(next(iter(loader()))[0])
-        runs.append([*model.losses, trainer.callback_metrics["val_loss"], output])
-    for one, other in zip(*runs, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("precision", WITHOUT_RECIPES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from exported import Run, Shared, in_fp8, on, quantization, rewrite, tensors_of, trained
 from small_models import small_mlp
-from sqnr import sqnr
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformer_models import made
@@ -221,34 +219,8 @@ def test_every_code_comes_back() -> None:
     assert codes_of(torch.tensor([[float("nan")]]), torch.tensor(3.0)).float().isnan().all()
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_dynamic_scales(tmp_path: Path, converted: bool) -> None:
-    model = convert(ends(), CurrentScaling(wgrad="bf16"))
-    fall_back(model, "body.0")
-    export(model, tmp_path)
-    loaded = load_exported(convert(ends(), CurrentScaling()) if converted else ends(), tmp_path)
-    assert scaling_state(loaded).recipe == CurrentScaling()
-    assert scaling_state(loaded).fallbacks == ("body.0",)
-    for size in (1.0, 1e5):
-        x = torch.randn(16, 32) * size
-        same_outputs(model, loaded, lambda model, x=x: model(x))
-
-
 def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 128), nn.Linear(128, 200))
-
-
-@pytest.mark.parametrize(("power_of_2", "converted"), [(False, True), (True, False)])
-def test_scales_of_blocks(tmp_path: Path, power_of_2: bool, converted: bool) -> None:
-    recipe = BlockScaling(power_of_2_scales=power_of_2)
-    model = convert(wide(), recipe, ignore_modules=("3",))
-    export(model, tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = load_exported(convert(wide(), recipe) if converted else wide(), tmp_path)
-    assert scaling_state(loaded).recipe == recipe
-    assert [row.converted for row in describe(loaded)] == [True, True, False]
-    same_outputs(model, loaded, on(16, 256))
 
 
 @pytest.mark.parametrize(
@@ -305,39 +277,6 @@ def test_part_of_a_model_that_was_converted_as_a_whole(tmp_path: Path) -> None:
 
 
 # files of other programs: without our metadata
-
-
-def test_scales_of_shape_1(tmp_path: Path) -> None:
-    """As in `compressed-tensors`."""
-    run = on(8, 32)
-    model = trained(small_mlp(), run, ignore_modules=("2",))
-    export(model, tmp_path)
-    rewrite(tmp_path, {name: t.reshape(1) if "_scale" in name else t for name, t in tensors_of(tmp_path).items()})
-    loaded = load_exported(small_mlp(), tmp_path)
-    assert [row.converted for row in describe(loaded)] == [True, False]
-    with torch.no_grad():
-        # a code can differ only where 1 / (1 / scale) is not the scale
-        assert torch.allclose(run(loaded), run(model.eval()), atol=1e-2)
-    theirs, state = scaling_state(model).scale, scaling_state(loaded)
-    assert torch.equal(state.scale[:1], theirs[:1].reciprocal().reciprocal())
-    # the weight's own scale, except for the last bit
-    assert state.scale[-1].item() == pytest.approx(theirs[-1].item(), rel=3e-7)
-
-
-def test_a_weight_that_is_rounded_again_is_named(tmp_path: Path) -> None:
-    """Its scale leaves room above its largest code, as when several layers share a scale."""
-    run = on(8, 32)
-    model = trained(small_mlp(), run)
-    export(model, tmp_path)
-    tensors = tensors_of(tmp_path)
-    tensors["0.weight_scale"] *= 1.5
-    rewrite(tmp_path, {**tensors, "0.weight": codes_of(model[0].weight, tensors["0.weight_scale"].reciprocal())})
-    with pytest.warns(UserWarning, match=r"1 weights are rounded to FP8 a second time.*: 0\.weight\.") as said:
-        loaded = load_exported(small_mlp(), tmp_path)
-    assert len(said) == 1
-    with torch.no_grad():
-        # two more roundings of the weight than in the other, of about 28 dB each
-        assert sqnr(run(loaded), run(model.eval())) > 22
 
 
 def test_an_attention_that_is_fp8_in_part(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ The reference casts in blocks with numpy, from the definition.
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from pathlib import Path
@@ -19,9 +18,8 @@ from fp8_numpy import cast_in_blocks, code_values
 from in_blocks import in_fp8
 from pairwise import pairwise
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import BlockScaling, convert, export, load_exported, scaling_state, unconvert
+from lightning_fp8 import BlockScaling, convert, export, load_exported, scaling_state
 
 POWERS = BlockScaling(power_of_2_scales=True)
 X = torch.linspace(-3, 3, 20 * 256).view(20, 256)
@@ -87,32 +85,6 @@ def test_an_export_keeps_them(layout: str | None, held: str, frozen: bool, targe
     check(loaded, source)
     with torch.no_grad():
         assert torch.equal(loaded(X), model(X))
-
-
-@pytest.mark.parametrize(("dtype", "k_by_n"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_the_values_of_a_frozen_weight_are_those_that_its_products_have(dtype: torch.dtype, k_by_n: bool) -> None:
-    weight = plain()[0].weight.to(dtype)
-    layer: nn.Module = Conv1D(384, 256) if k_by_n else nn.Linear(256, 384)
-    layer.to(dtype).requires_grad_(False).weight.copy_(weight.t() if k_by_n else weight)
-    model = convert(nn.Sequential(layer), POWERS, frozen_weights="fp8").eval()
-    codes, scale_inv = cast_in_blocks(weight.float().numpy(), "e4m3", 128, power_of_2=True)
-    # all codes occur that an amax could take the place of
-    assert {0x7E, 0x76} <= {int(np.max(codes[i : i + 128] & 0x7F)) for i in range(0, 384, 128)}
-    expected = torch.from_numpy(values_of(torch.from_numpy(codes), torch.from_numpy(scale_inv)))
-    x = X.to(dtype)
-    y = model(x)
-    with pytest.warns(UserWarning, match="rounded to FP8"):
-        saved = model.state_dict()["0.weight"]
-    for values in (layer.weight.dequantized(), saved):
-        assert values.dtype == dtype
-        assert torch.equal((values.t() if k_by_n else values).float(), expected)
-    # with masters of these values, it is the same layer
-    with pytest.warns(UserWarning, match="have masters again"):
-        again = convert(copy.deepcopy(model), frozen_weights="master")
-    assert torch.equal(again(x), y)
-    with pytest.warns(UserWarning, match="have masters again"):
-        unconvert(model)
-    assert torch.equal((layer.weight.t() if k_by_n else layer.weight).float(), expected)
 
 
 @pytest.mark.parametrize("layout", [None, "compressed-tensors"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,17 +111,6 @@ def test_a_program_is_not_traced_with_a_cast_that_is_kept() -> None:
             weight.mul_(2)
         for program in (first, second):
             assert torch.equal(program(x), model(x))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_model_that_was_never_trained_is_exported_as_it_evaluates(strict: bool) -> None:
-    model = convert(MODELS["plain"]()).eval()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="lightning_fp8")
-        program = torch.export.export(model, (torch.randn(4, 32),), strict=strict)
-    x = 100 * torch.randn(4, 32)
-    with torch.no_grad():
-        assert torch.equal(program.module()(x), model(x))
 
 
 def test_what_would_record_is_refused() -> None:

@@ -151,17 +151,6 @@ def test_scales_under_a_key_of_ones_own(tmp_path: Path) -> None:
     assert same_scales(fresh, net)
 
 
-def test_scales_of_other_layers(tmp_path: Path) -> None:
-    runner = fabric(precision="fp8-delayed")
-    _, model, _ = trained(runner)
-    runner.save(tmp_path / "c.ckpt", {"model": model})
-    fresh = seeded()
-    asked = {"model": fabric(plugins=Fp8Precision(ignore_modules=["net.2"])).setup(fresh)}
-    (said,) = warned("lightning_fp8: a scaling state", lambda: runner.load(tmp_path / "c.ckpt", asked))
-    assert "Only in the file: 'net.2.input'" in said
-    assert scaling_state(fresh).amax_history.any()
-
-
 def test_without_fp8_nothing_is_added_or_loaded(tmp_path: Path) -> None:
     runner = fabric(precision="32-true")
     net = seeded()

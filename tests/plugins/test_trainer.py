@@ -106,19 +106,6 @@ def test_bf16_after_fp8_is_really_bf16(tmp_path: Path, precision: str) -> None:
     assert trainer.precision == precision
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bf16_precisions_train_as_lightnings_own(tmp_path: Path, precision: str) -> None:
-    ours, stock = seeded(), seeded()
-    make_trainer(tmp_path, precision=precision, max_epochs=2).fit(ours, loader())
-    unregister()
-    try:
-        make_trainer(tmp_path, precision=precision, max_epochs=2).fit(stock, loader())
-    finally:
-        register()
-    assert torch.equal(torch.stack(ours.losses), torch.stack(stock.losses))
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))
-
-
 class Fused(Regression):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.fused)
