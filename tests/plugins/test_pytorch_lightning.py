@@ -82,9 +82,31 @@ assert type(made(precision="fp8-delayed")) is lightning_fp8.Fp8Precision
 """
 
 
+TYPES_OF_A_PRECISION = """
+from importlib import import_module
+from typing import get_args
+
+def strings():
+    fabric, trainer = "fabric.plugins.precision.precision", "pytorch.trainer.connectors.accelerator_connector"
+    found = set()
+    for name in (fabric, "fabric.connector", "fabric.fabric", "pytorch.trainer.trainer", trainer):
+        renamed = name.replace("pytorch.", "pytorch_lightning.").replace("fabric.", "lightning_fabric.", 1)
+        for module in (import_module(f"lightning.{name}"), import_module(renamed)):
+            union = frozenset(string for part in get_args(module._PRECISION_INPUT) for string in get_args(part))
+            found |= {union, frozenset(get_args(getattr(module, "_PRECISION_INPUT_STR", None))) or union}
+    return found
+
+fp8 = {"fp8-delayed", "fp8-current", "fp8-block"}
+assert all({*fp8, "bf16-mixed", "32-true"} <= one for one in strings())
+lightning_fp8.plugins.unregister()
+assert all("bf16-mixed" in one and not fp8 & one for one in strings())
+assert "fp8" not in str(pl.Trainer.__init__.__annotations__["precision"])
+"""
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_whichever_is_imported_first(order: str) -> None:
-    ran = run_warm("-c", f"import sys\n{ORDERS[order]}\n{IN_EITHER_ORDER}")
+    ran = run_warm("-c", f"import sys\n{ORDERS[order]}\n{IN_EITHER_ORDER}\n{TYPES_OF_A_PRECISION}")
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

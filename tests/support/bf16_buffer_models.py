@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -124,20 +123,6 @@ class TeacherOfBuffers(Model):
         return F.mse_loss(output, y) + 0.5 * F.mse_loss(output, self.target)
 
 
-class StepInBuffer(Model):
-    """The count of steps warms up a part of the loss, and goes beyond 256."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("steps", torch.tensor(250.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return self.net(x) * torch.clamp((self.steps - 250) / 20, max=1)
-
-
 # Tables and filters
 
 
@@ -153,17 +138,6 @@ class Blur(Model):
     def forward(self, x: Tensor) -> Tensor:
         conv, act, *rest = self.net
         return nn.Sequential(*rest)(F.conv2d(act(conv(x)), self.kernel, groups=8))
-
-
-class GaussianFourier(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(2 * WIDTH)
-        self.register_buffer("directions", 0.3 * torch.randn(8, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        phases = 2 * math.pi * x @ self.directions
-        return self.net(torch.cat([phases.sin(), phases.cos()], -1))
 
 
 class BinsOfBucketize(Model):

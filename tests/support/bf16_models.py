@@ -176,17 +176,6 @@ class RotaryComplex(RotaryFromFrequencies):
         return self.net.logits(self.turned(q) @ self.turned(k).mT / 8**0.5, v)
 
 
-class RotaryOfFarPositions(RotaryFromFrequencies):
-    """Positions of a sequence that begins at 3000, from a table of whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("positions", torch.arange(4096.0))
-
-    def angles(self) -> Tensor:
-        return torch.outer(self.positions[3000 : 3000 + LENGTH], self.inv_freq).repeat(1, 2)
-
-
 class Rotary(nn.Module):
     """A module without parameters; given activations, its tables have their dtype."""
 

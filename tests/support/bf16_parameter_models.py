@@ -116,28 +116,6 @@ class FunctionalEmbedding(Model):
         return F.linear(F.embedding(x, self.table) * self.scale @ self.mix + self.positions, self.table[:8])
 
 
-class DictOfParameters(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterDict({"in": weight(8, WIDTH), "out": weight(WIDTH, 4)})
-        self.register_buffer("signs", torch.tensor([1.0, -1.0]).repeat(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.matmul(torch.mm(x * self.signs, self.weights["in"]).relu(), self.weights["out"])
-
-
-class FrozenParameter(Model):
-    """Random features: a parameter without gradients, and a trained one, in bare products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features, self.weight = weight(8, WIDTH).requires_grad_(False), weight(WIDTH, 4)
-        self.register_buffer("phase", torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.features + self.phase).cos() @ self.weight
-
-
 class UncertaintyWeights(Model):
     """Two losses, weighted by learned variances and by fixed shares."""
 
