@@ -13,6 +13,7 @@ import pytest
 import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
 from lightning_fp8.modules import Fp8Linear
@@ -203,6 +204,43 @@ def test_kept_modules_compile(precision: Any) -> None:
     assert actual.dtype == torch.bfloat16
 
 
+def test_a_model_in_fp32_gets_no_hooks_and_a_later_run_drops_those_of_an_earlier() -> None:
+    def hooks(model: nn.Module) -> int:
+        return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.modules())
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Conv1d(16, 16, 1))
+    Bf16MixedPrecision().convert_module(model)
+    assert hooks(model) == 0
+    for _ in range(2):
+        Bf16TruePrecision().convert_module(model)
+        assert hooks(model) == 3
+    Fp8Precision().convert_module(model)
+    assert hooks(model) == 0
+    assert set(dtypes(model).values()) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("layer", "count"),
+    [
+        (nn.Bilinear(8, 8, 8), 2),
+        (nn.PReLU(), 1),
+        (nn.GRU(8, 8), 1),
+        (nn.GRUCell(8, 8), 2),
+        (weight_norm(nn.Linear(8, 8, bias=False)), 1),
+    ],
+    ids=str,
+)
+def test_layers_that_take_one_dtype_get_it(layer: nn.Module, count: int) -> None:
+    plugin = Bf16TruePrecision()
+    model = plugin.convert_module(copy.deepcopy(layer))
+    # of one dtype or of two
+    for last in (torch.float32, torch.bfloat16):
+        inputs = [torch.randn(2, 8, dtype=dtype) for dtype in (torch.float32, last)[-count:]]
+        with plugin.forward_context():
+            y = model(*inputs)
+        assert (y[0] if isinstance(y, tuple) else y).dtype == torch.bfloat16
+
+
 def test_inputs_of_another_dtype_in_bf16_true_keep_their_identity_and_structure() -> None:
     plugin = Bf16TruePrecision()
     attention = plugin.convert_module(nn.MultiheadAttention(16, 2, batch_first=True))
@@ -241,11 +279,13 @@ def test_tied_parameters_and_gradients_follow() -> None:
 
 
 def test_bf16_mixed_leaves_parameters_as_they_came_unless_asked() -> None:
-    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).double())
+    model = nn.Sequential(nn.BatchNorm1d(4).bfloat16(), nn.Linear(4, 4).double())
     Bf16MixedPrecision().convert_module(model)
     assert [layer.weight.dtype for layer in model] == [torch.bfloat16, torch.float64]
     Bf16MixedPrecision(param_dtype="float32").convert_module(model)
     assert [layer.weight.dtype for layer in model] == [torch.float32, torch.float32]
+    # torch requires the dtype of the weight
+    assert model[0].running_mean.dtype == torch.float32
 
 
 @pytest.mark.parametrize("argument", ["keep_fp32", "ignore_modules"])
