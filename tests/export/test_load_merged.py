@@ -18,7 +18,6 @@ from transformers.core_model_loading import Chunk, Concatenate, Split, Transpose
 
 from lightning_fp8 import export, load_exported
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.serialization.load import source_of
 
 OF_EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 
