@@ -293,7 +293,10 @@ def test_unconvert_and_masters_back() -> None:
 IN_PLACE = ["+=", "data +=", "data =", "add_", "setitem", "copy_", "foreach"]
 
 
-@pytest.mark.parametrize(("how", "dtype"), list(zip(IN_PLACE, itertools.cycle([torch.float32, torch.bfloat16]))))
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [*zip(IN_PLACE, itertools.cycle([torch.float32, torch.bfloat16])), ("data =", torch.bfloat16)],
+)
 def test_a_change_in_place_is_not_rounded(how: str, dtype: torch.dtype) -> None:
     model = converted("fp8", dtype)
     weight, delta = model.query.base.weight, torch.randn(32, 32, dtype=dtype) * 0.1
