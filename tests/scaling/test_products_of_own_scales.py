@@ -42,6 +42,13 @@ def quantized(recipe: Recipe, role: str) -> Callable[[Tensor], np.ndarray]:
 RECIPES = [CurrentScaling(), CurrentScaling(3, "E4M3"), BlockScaling(), BlockScaling(power_of_2_scales=True)]
 
 
+@pytest.fixture(params=["reference", "kernels"])
+def half(request: pytest.FixtureRequest) -> str:
+    if request.param == "kernels":
+        request.getfixturevalue("cuda_half")
+    return str(request.param)
+
+
 # rows and columns that end within a block, and several blocks each way
 @pytest.mark.parametrize("sizes", [(16, 32, 48), (200, 300, 136)])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
