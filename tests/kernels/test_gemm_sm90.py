@@ -116,7 +116,7 @@ def test_any_number_of_multiprocessors(multiprocessors: int) -> None:
     check(operands(128 * 35, 130, 16), SMALL, multiprocessors=multiprocessors)
 
 
-@pytest.mark.parametrize(("dtype", "output"), itertools.product(OUTPUTS, OUTPUTS))
+@pytest.mark.parametrize(("dtype", "output"), [*itertools.product(OUTPUTS, OUTPUTS)])
 def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
     # of another magnitude than the sums: rounded by itself, and then together with them
     bias = (torch.randn(135) * 100).to(dtype)

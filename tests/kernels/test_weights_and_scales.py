@@ -94,7 +94,7 @@ def test_weights_of_all_kinds_at_once() -> None:
     run_weights(xs, [int(n) for n in torch.randperm(3 * len(xs))[: len(xs)]])
 
 
-@pytest.mark.parametrize(("shape", "dtype"), zip([(1, 1), (129, 65), (200, 130)], DTYPES, strict=True))
+@pytest.mark.parametrize(("shape", "dtype"), [*zip([(1, 1), (129, 65), (200, 130)], DTYPES, strict=True)])
 def test_a_weight_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """It is part of the arguments, where no table is read."""
     x = (torch.randn(shape) * 8).to(dtype)

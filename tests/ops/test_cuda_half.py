@@ -183,7 +183,7 @@ def test_a_captured_graph_casts_weights_itself(cuda_half: Counter[str], monkeypa
 
 @pytest.mark.usefixtures("cuda_half")
 @pytest.mark.parametrize(
-    ("weight_dtype", "x_dtype"), zip(casts.INPUTS, (torch.bfloat16, torch.float16, torch.float32), strict=True)
+    ("weight_dtype", "x_dtype"), [*zip(casts.INPUTS, (torch.bfloat16, torch.float16, torch.float32), strict=True)]
 )
 def test_a_capture_after_a_warm_up_loads_no_kernel(
     host_kernels: list[str], weight_dtype: torch.dtype, x_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
