@@ -50,7 +50,7 @@ RECIPES = [
 # the trainings whose losses decide; not the classifier, whose loss is near zero once it has learned all its images
 DECIDING = tuple(case for case in TRAININGS if case != "encoder")
 # Student's t for a 95% interval, by number of values, from two on
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 # titles of an event's numbers, and their format
 _LOST = {
     "zero_steps": ("steps with zeros", ".0f"),

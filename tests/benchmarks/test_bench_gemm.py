@@ -18,17 +18,9 @@ from lightning_fp8 import ops
 from lightning_fp8.ops.amaxes import per_row
 from lightning_fp8.ops.e8m0 import from_tiles
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 FPROP, DGRAD, WGRAD = gemm.of_layer(64, 32, 48)
 SCALE = 0.3717 * 1.6183
-
-
-def test_the_three_gemms_of_a_layer() -> None:
-    x, w, dy = torch.empty(64, 32), torch.empty(48, 32), torch.empty(64, 48)
-    for case, a, b in ((FPROP, x, w), (DGRAD, dy, w.t()), (WGRAD, dy.t(), x.t())):
-        assert ((case.m, case.k), (case.n, case.k)) == (a.shape, b.shape)
-        assert case.flops == 2 * 64 * 32 * 48
-    assert len({case.name for case in gemm.cases(GPU)}) == 3 * len(gemm.LAYERS)
 
 
 @pytest.mark.parametrize("case", [FPROP, DGRAD, WGRAD], ids=lambda case: case.kind)
@@ -46,6 +38,7 @@ def test_operands_and_what_is_expected(case: Gemm) -> None:
     assert [values.stride(1) == 1 for values in first[4:]] == {
         "fprop": [True, True], "dgrad": [True, False], "wgrad": [False, False],
     }[case.kind]  # fmt: skip
+    assert case.flops == 2 * 64 * 32 * 48
     exact, deviation, rows = case.expected(first)
     assert sorted(rows.tolist()) == list(range(case.m))
     assert np.allclose(exact.numpy(), SCALE * (a @ b.T)[rows.numpy()], rtol=1e-6, atol=1e-9)
@@ -62,12 +55,9 @@ def spoiled(number: float, at: tuple[int, int] = (5, 7)) -> Callable[[Tensor], T
 
 SPOILED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "one number": (spoiled(1.02), "1 of {} numbers that are not the product's"),
-    "the last one": (spoiled(1.02, (-1, -1)), "1 of {} numbers that are not the product's"),
     "a NaN": (spoiled(float("nan")), "1 of {} numbers that are not the product's"),
-    "a row": (lambda y: y.roll(1, dims=0), "numbers that are not the product's"),
     "no scales": (lambda y: y / SCALE, "numbers that are not the product's"),
     "its dtype": (lambda y: y.half(), "a result in torch.float16"),
-    "its shape": (lambda y: y[1:], "a result of shape (63, 48)"),
 }
 
 
@@ -84,22 +74,10 @@ def test_a_wrong_result_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert words.format(64 * 48) in str(said)
 
 
-def test_a_wrong_bf16_result_is_seen() -> None:
-    given = FPROP.operands(CPU)[0]
-    result = given.a_values @ given.b_values.t()
-    expected = FPROP.expected(given)
-    assert FPROP.difference(result, *expected, None) is None
-    assert "not the product's" in str(FPROP.difference(result * SCALE, *expected, None))
-    assert FPROP.difference(result.float(), *expected, None) == "a result in torch.float32"
-
-
-# each kind and precision; and the longest sums of the suite, where only more than a step is noticed
+# with the longest sums of the suite only more than a step is noticed
 @pytest.mark.parametrize(
     ("kind", "fast", "k", "missing"),
-    [
-        *((kind, fast, 8192, 128) for kind in ("fprop", "dgrad", "wgrad") for fast in (True, False)),
-        ("dgrad", True, 32768, 4096),
-    ],
+    [("fprop", True, 8192, 128), ("wgrad", False, 8192, 128), ("dgrad", True, 32768, 4096)],
 )
 def test_the_bound_takes_tensor_cores_sums_and_no_missing_step(kind: str, fast: bool, k: int, missing: int) -> None:
     case = Gemm(kind, 40, 8, k)
@@ -116,10 +94,9 @@ def test_the_bound_takes_tensor_cores_sums_and_no_missing_step(kind: str, fast: 
     assert difference(k - missing) is not None
 
 
-@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
-def test_a_wrong_product_in_blocks_is_seen(kind: str) -> None:
+def test_a_wrong_product_in_blocks_is_seen() -> None:
     """Of tensor cores' sums, a single wrong number is found, a missing step, and wrong scales of one step."""
-    case = Gemm(kind, 24, 16, 4096, in_blocks=True)
+    case = Gemm("wgrad", 24, 16, 4096, in_blocks=True)
     given = case.operands(CPU)[0]
     expected = case.expected(given)
     values = [one.view(torch.float8_e4m3fn).double() for one in given[:2]]
@@ -137,10 +114,9 @@ def test_a_wrong_product_in_blocks_is_seen(kind: str) -> None:
     assert case.difference(out, *case.expected(given), False) is not None
 
 
-@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
 @pytest.mark.usefixtures("strict_products")
-def test_torchs_product_in_blocks_is_timed_without_copies(kind: str) -> None:
-    ours, theirs = Gemm(kind, 64, 48, 512, in_blocks=True).variants(CPU)
+def test_torchs_product_in_blocks_is_timed_without_copies() -> None:
+    ours, theirs = Gemm("wgrad", 64, 48, 512, in_blocks=True).variants(CPU)
     assert (ours.check(), theirs.check()) == (None, None)
     with copied_bytes() as copied:
         theirs.call(0)

@@ -15,8 +15,7 @@ from scales_in_numpy import largest, scale_of
 from benchmarks import recipe_cases
 from benchmarks.recipe_cases import TRAININGS, train, watch
 from benchmarks.recipes import DECIDING, excess, interval, preferred, tables
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8 import DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,8 +27,7 @@ def lost(values: np.ndarray, scale: np.float32, fmt: str) -> tuple[float, float]
     return beyond.mean().item(), zero.mean().item()
 
 
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("margin", [0, 1])
+@pytest.mark.parametrize(("window", "margin"), [(1, 1), (4, 0)])
 def test_events_in_a_layer(window: int, margin: int) -> None:
     """Compared with histories, scales and casts in NumPy."""
     for event, size in recipe_cases.EVENTS.items():
@@ -58,15 +56,6 @@ def test_events_in_a_layer(window: int, margin: int) -> None:
         assert found["clipped_fractions"] == pytest.approx(around, abs=1e-6)
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=repr)
-def test_nothing_is_clipped_by_growth_without_a_history(recipe: Recipe) -> None:
-    found = watch("growth", recipe, 3)
-    assert found["clipped_steps"] == 0
-    # the largest number of a block, times its scale, may be rounded up
-    assert len(found["clipped_fractions"]) == 16
-    assert max(found["clipped_fractions"]) < 1 / recipe_cases.FEATURES
-
-
 def test_a_training_with_an_outlier() -> None:
     """The outlier changes the losses of FP8 only; the same seed gives the same numbers."""
     short = replace(TRAININGS["spikes"], steps=8, last=4, outlier=lambda step: 1e5 if step == 5 else 1.0)
@@ -81,21 +70,6 @@ def test_a_training_with_an_outlier() -> None:
     assert found["val_accuracy"] is None
     # two of eight steps were counted: 0 and 7, the latter after the spike
     assert found["underflowed_fraction"] > 10 * plain["underflowed_fraction"]
-
-
-def test_a_classifier() -> None:
-    found = train(replace(TRAININGS["encoder"], steps=40, last=5), CurrentScaling(), 0)
-    assert found["val_accuracy"] > 0.4
-    # the largest number times its scale may be rounded up
-    assert found["saturated_fraction"] < 1e-4
-
-
-def test_learning_rates() -> None:
-    training = TRAININGS["restarts"]
-    rates = [training.learning_rate(step) for step in range(training.steps)]
-    assert rates[:2] == [1 / 30, 2 / 30]
-    assert [rates[149], rates[299]] == pytest.approx([0.1, 0.1], abs=1e-3)
-    assert rates[150] == 1
 
 
 def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str, Any]]:
@@ -117,7 +91,7 @@ def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str,
 
 
 def test_the_rule() -> None:
-    long, short, free, bad = (f"fp8-delayed,amax_history_len={x}" for x in ("16", "4", "4,margin=1", "1"))
+    long, short, free, bad = (f"fp8-delayed,amax_history_len={x}" for x in ("16", "4", "2,margin=1", "1"))
     # the second differs from the best by noise, `bad` by more than that
     costs = {long: [0.1, 0.2, 0.3], short: [0.15, 0.1, 0.4], free: [0.1, 0.2, 0.31], bad: [0.4, 0.5, 0.6]}
     rows = made({**costs, "fp8-current": [0.0, 0.0, 0.0]}, {long: 16, short: 4, free: 4, bad: 1, "fp8-current": 0})

@@ -70,22 +70,6 @@ def test_a_batch_goes_over_all_copies_and_fills_up_what_calls_use() -> None:
     assert all(met[start + 3 : start + 6] == [(0, 1), (1, 1), (2, 1)] for start in range(0, len(met), 6))
 
 
-def test_results_stay_alive_for_a_turn() -> None:
-    alive, most = [0], [0]
-
-    class Result:
-        def __init__(self) -> None:
-            alive[0] += 1
-            most[0] = max(most[0], alive[0])
-
-        def __del__(self) -> None:
-            alive[0] -= 1
-
-    timing.batch(Variant("a", lambda at: Result(), lambda: None, copies=5), 20, "device", CPU)
-    # the new one is written before the old one is removed
-    assert (most, alive) == ([6], [0])
-
-
 def test_copies_exceed_twice_the_cache_and_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         L2_cache_size = 50_000_000

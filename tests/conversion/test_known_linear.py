@@ -6,6 +6,7 @@ import ast
 import copy
 import functools
 import importlib.util
+import itertools
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -123,8 +124,7 @@ def reason_of(layer: nn.Module) -> str:
     return describe(nn.Sequential(layer))[0].reason
 
 
-@pytest.mark.parametrize("release", SOURCES)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("release", "bias"), list(zip(SOURCES, itertools.cycle([True, False]))))
 def test_the_forward_of_each_release_is_known_and_computes_a_linear_layer(
     release: str, bias: bool, make_class: MakeClass
 ) -> None:
@@ -178,10 +178,9 @@ def test_other_forwards_and_other_classes_are_not_known(make_class: MakeClass, m
         "its `forward` overridden": type("Linear", (make_class(TIMM, source),), {"forward": lambda self, x: 2 * x}),
     }
     for what, kind in others.items():
-        assert reason_of(kind(16, 16)) == (
-            "a Linear, whose `forward` is not known to be linear: if it computes F.linear(x, weight, bias), call"
-            " `lightning_fp8.register_linear(Linear)`"
-        ), what
+        reason = reason_of(kind(16, 16))
+        assert "not known to be linear" in reason, what
+        assert "`lightning_fp8.register_linear(Linear)`" in reason, what
     forward = FalconLinear.forward
     monkeypatch.setattr(FalconLinear, "forward", functools.wraps(forward)(lambda self, x: 2 * forward(self, x)))
     assert "not known to be linear" in reason_of(FalconLinear(16, 16))

@@ -27,23 +27,17 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(layer).__name__ for layer in model if list(layer.parameters())]
 
 
-# which layers
-
-
 def test_both_sizes_of_a_layer_count() -> None:
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(31, 64), nn.Linear(64, 31))
-    expected = {
-        "2": "fewer than 32 features: 31 -> 64 (min_features=32)",
-        "3": "fewer than 32 features: 64 -> 31 (min_features=32)",
-    }
-    planned = dict.fromkeys("01", "not converted yet: call `convert`")
-    assert reasons(model, min_features=32) == {**planned, **expected}
-    plain, x = copy.deepcopy(model[3]), torch.randn(5, 64)
+    model = nn.Sequential(nn.Linear(64, 32), Conv1D(64, 32), nn.Linear(31, 64), Conv1D(31, 64), nn.Bilinear(4, 4, 4))
+    before = reasons(model, min_features=32)
+    assert ["fewer than 32 features" in reason for reason in before.values()] == [False, False, True, True, False]
     convert(model, min_features=32)
-    assert kinds(model) == ["Fp8Linear", "Fp8Linear", "Linear", "Linear"]
     assert scaling_state(model).module_names == ("0", "1")
-    assert reasons(model) == {"0": "converted, 64 -> 32", "1": "converted, 32 -> 64", **expected}
-    assert torch.equal(model[3](x), plain(x))
+    found = reasons(model)
+    assert (found["0"], found["1"]) == ("converted, 64 -> 32", "converted, 32 -> 64")
+    assert [*found.values()][2:] == [*before.values()][2:]
+    # another reason comes first
+    assert reasons(model, ignore_modules=("3",))["3"] == "matches `ignore_modules`"
 
 
 def sized_layers() -> nn.Sequential:
@@ -77,30 +71,6 @@ def test_an_attention_goes_by_all_its_weights(others: dict[str, int], number: in
     assert found["a.out_proj"] == "nn.MultiheadAttention, which is not converted, reads its weight directly"
 
 
-def test_a_conv1d_has_its_sizes_the_other_way_round() -> None:
-    model = nn.Sequential(Conv1D(48, 16), Conv1D(32, 24))
-    assert reasons(convert(model, min_features=20)) == {
-        "0": "fewer than 20 features: 16 -> 48 (min_features=20)",
-        "1": "converted, 24 -> 32",
-    }
-
-
-def test_a_feed_forward_block_with_a_small_half_runs() -> None:
-    layer = nn.TransformerEncoderLayer(32, 4, 16, dropout=0.0, batch_first=True)
-    convert(layer, min_features=32)
-    assert scaling_state(layer).module_names == ("self_attn.in_proj", "self_attn.out_proj")
-    layer(torch.randn(2, 5, 32)).sum().backward()
-    assert layer.linear2.weight.grad is not None
-
-
-def test_other_reasons_come_first() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(32, 32), nn.Bilinear(4, 4, 4))
-    convert(model, ignore_modules=("0",), min_features=8)
-    found = reasons(model, ignore_modules=("0",))
-    assert found["0"] == "matches `ignore_modules`"
-    assert found["2"].startswith("a Bilinear, which multiplies two inputs")
-
-
 def test_a_conversion_again_keeps_the_number_or_takes_another() -> None:
     model = convert(small_mlp(), min_features=32)
     model(torch.randn(4, 32)).sum().backward()
@@ -125,20 +95,13 @@ def test_nothing_left_names_the_number_and_the_largest() -> None:
     model["ignored"] = nn.Linear(512, 520)
     with pytest.raises(ValueError, match="nothing to convert") as error:
         convert(model, ignore_modules=("ignored",), min_features=256)
-    first, *rows = str(error.value).split("\n")
-    assert first.endswith(
-        "FP8 needs at least one plain `nn.Linear` with `min_features=256` or more features in and out."
-        " The largest here is long, 64 -> 96: pass a smaller `min_features`, or 0."
-    )
-    assert "-   long (Linear): fewer than 256 features: 64 -> 96 (min_features=256)" in map(str.strip, rows)
+    assert "The largest here is long, 64 -> 96: pass a smaller `min_features`, or 0." in str(error.value)
     # a model that is already converted keeps its setting
     state = scaling_state(convert(model))
     with pytest.raises(ValueError, match="The largest here is ignored, 512 -> 520"):
         convert(model, min_features=513)
     assert scaling_state(model) is state
     assert conversion_plan(model).config.min_features == 16
-    with pytest.raises(ValueError, match=r"FP8 needs at least one plain `nn.Linear`\.\n"):
-        convert(small_mlp(), ignore_modules=("*",), min_features=8)
 
 
 @pytest.mark.parametrize("value", [-1, True, 1024.0, "auto"])
@@ -148,9 +111,6 @@ def test_other_values_are_refused_by_name(value: Any) -> None:
         Fp8Precision(min_features=value)
     with pytest.raises(ValueError, match=said):
         convert(small_mlp(), min_features=value)
-
-
-# the ways to set it
 
 
 def test_a_plugin_converts_by_it(tmp_path: Path) -> None:
@@ -167,6 +127,3 @@ def test_a_plugin_converts_by_it(tmp_path: Path) -> None:
     ):
         make_trainer(tmp_path, plugins=plugin, max_steps=1).fit(model, loader())
         assert list(scaling_state(model).module_names) == names
-
-
-# checkpoints

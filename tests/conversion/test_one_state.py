@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from csv import DictReader
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,11 @@ from torch import Tensor, nn
 
 from lightning_fp8 import (
     BlockScaling,
-    CurrentScaling,
     DelayedScaling,
     PrecisionSchedule,
     ScaleFactorLogger,
     ScaleWatchdog,
     convert,
-    fall_back,
     scaling_state,
     unconvert,
 )
@@ -62,23 +61,6 @@ def relative_error(model: nn.Module, x: Tensor) -> float:
 # --- layers that come later -------------------------------------------------------------------------------------------
 
 
-def test_a_second_conversion_extends_the_state_in_place() -> None:
-    model = convert(chain("a", "b"))
-    state = scaling_state(model)
-    step(model)
-    step(model)
-    before = {name: history(model, f"{name}.{role}") for name in "ab" for role in ("input", "grad_output")}
-    model.add_module("c", nn.Linear(WIDTH, WIDTH))
-    assert scaling_state(convert(model)) is state
-    assert state.module_names == ("a", "b", "c")
-    assert {name: history(model, f"{name}.{role}") for name in "ab" for role in ("input", "grad_output")} == before
-    assert not history(model, "c.input")
-    step(model)
-    assert len(history(model, "a.input")) == 3
-    assert len(history(model, "c.input")) == 1
-    assert state.updates == 3
-
-
 def test_a_replaced_layer_begins_empty_and_the_others_go_on() -> None:
     model = convert(chain("a", "b"))
     state, former = scaling_state(model), model.b
@@ -92,29 +74,6 @@ def test_a_replaced_layer_begins_empty_and_the_others_go_on() -> None:
     step(nn.Sequential(former))
     assert scaling_state(former) is not state
     assert len(history(former, "b.input")) == 2
-
-
-def test_after_a_fallback() -> None:
-    model = convert(chain("a", "b"))
-    step(model)
-    fall_back(model, "b")
-    model.add_module("c", nn.Linear(WIDTH, WIDTH))
-    convert(model)
-    assert scaling_state(model).fallbacks == ("b",)
-    assert len(history(model, "a.input")) == 1
-
-
-def test_a_part_stays_in_the_state_of_its_whole() -> None:
-    whole = convert(nn.ModuleDict({"p": chain("a", "b"), "q": chain("c")}))
-    state = scaling_state(whole)
-    whole["p"].add_module("d", nn.Linear(WIDTH, WIDTH))
-    convert(whole["p"])
-    # before anything asks for the state of the whole
-    assert scaling_state(whole["q"]) is state
-    assert scaling_state(whole) is scaling_state(whole["p"]) is scaling_state(whole["q"]) is state
-    assert set(state.module_names) == {"p.a", "p.b", "p.d", "q.c"}
-    step(nn.Sequential(whole["p"], whole["q"]))
-    assert all(len(history(whole, f"{name}.input")) == 1 for name in state.module_names)
 
 
 def test_a_backward_that_is_under_way_records_nothing_in_the_rows_of_others() -> None:
@@ -140,15 +99,6 @@ def test_groups_of_layers_that_share_an_input_move_together() -> None:
     # a conversion of another part
     convert(whole)
     assert owners == {state.module_names[user]: state.module_names[owner] for user, owner in state.input_owners.items()}
-
-
-def test_another_recipe_is_an_error_that_says_how_to_change_it() -> None:
-    model = convert(chain("a"))
-    model.add_module("b", nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(ValueError, match=r"'?a'? is already converted with DelayedScaling.*unconvert\(model\)"):
-        convert(model, CurrentScaling())
-    assert type(model.b) is nn.Linear
-    assert scaling_state(model).module_names == ("a",)
 
 
 def test_the_last_layer_ends_the_state() -> None:
@@ -183,21 +133,6 @@ def test_late_layers_are_named_once() -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_of_converted_parts_has_one_state() -> None:
-    first, second = convert(chain("a", "b")), convert(chain("a"))
-    step(first)
-    step(second)
-    step(second)
-    expected = [history(first, "a.input"), history(second, "a.input")]
-    whole = nn.Sequential(first, second)
-    state = scaling_state(whole)
-    assert state is scaling_state(first) is scaling_state(second)
-    assert state.module_names == ("0.a", "0.b", "1.a")
-    assert [history(whole, "0.a.input"), history(whole, "1.a.input")] == expected
-    step(whole)
-    assert [len(history(whole, name)) for name in ("0.a.input", "1.a.input")] == [2, 3]
-
-
 def test_parts_with_different_recipes_have_no_common_state() -> None:
     whole = nn.Sequential(convert(chain("a")), convert(chain("a"), BlockScaling()))
     with pytest.raises(ValueError, match=r"parts with different recipes, DelayedScaling.*BlockScaling"):
@@ -205,10 +140,9 @@ def test_parts_with_different_recipes_have_no_common_state() -> None:
     assert scaling_state(whole[0]).recipe == DelayedScaling()
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_copy_joins_its_whole_with_its_histories(wrapped: bool) -> None:
+def test_a_copy_joins_its_whole_with_its_histories() -> None:
     model = convert(nn.ModuleDict({"actor": chain("a", "b")}))
-    run: nn.Module = nn.ModuleDict({"module": model}) if wrapped else model
+    run = nn.ModuleDict({"module": model})
     state = scaling_state(model)
     step(model["actor"])
     model["critic"] = copy.deepcopy(model["actor"])
@@ -222,15 +156,6 @@ def test_a_copy_joins_its_whole_with_its_histories(wrapped: bool) -> None:
     assert len(history(model, "actor.a.input")) == 1
     assert relative_error(model["critic"], 1000 * torch.randn(64, WIDTH)) < 0.1
     assert relative_error(model["actor"], torch.randn(64, WIDTH)) < 0.1
-
-
-def test_a_copy_of_the_whole_stays_by_itself() -> None:
-    model = convert(chain("a"))
-    step(model)
-    other = copy.deepcopy(model)
-    step(other)
-    assert scaling_state(other) is not scaling_state(model)
-    assert [len(history(one, "a.input")) for one in (model, other)] == [1, 2]
 
 
 # --- in runs ----------------------------------------------------------------------------------------------------------
@@ -269,51 +194,14 @@ def test_a_conversion_in_a_trainers_run(tmp_path: Path) -> None:
     assert state.module_names == ("net.0", "net.2", "extra")
     # the schedule holds for the late layer too
     assert all(precision.of("schedule").is_bf16 for precision in state.precisions)
-    header = next(path for path in (tmp_path / "logs").rglob("metrics.csv")).read_text().splitlines()[0]
-    assert "fp8/extra.input/scale" in header
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        rows = list(DictReader(file))
+    # the scales follow inputs that grow
+    for name in ("net.0", "extra"):
+        assert float([row[f"fp8/{name}.input/amax"] for row in rows if row[f"fp8/{name}.input/amax"]][-1]) > 500
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)["Fp8Precision"]
     assert {"extra.input", "net.0.input"} <= set(saved)
-
-
-def test_scales_follow_inputs_that_grow_after_a_conversion(tmp_path: Path) -> None:
-    model = seeded(Grows)
-    make_trainer(tmp_path, max_epochs=2).fit(model, loader())
-    newest = {name: history(model, f"{name}.input")[0] for name in ("net.0", "extra")}
-    assert newest["net.0"] > 1000
-    x = 1000 * torch.randn(64, WIDTH)
-    assert relative_error(model.net, x) < 0.1
-
-
-class Copies(Regression):
-    """A part is copied in the middle of the run, and used and trained from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other: nn.Module | None = None
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 2 and self.other is None:
-            self.other = copy.deepcopy(self.net)
-            self.trainer.optimizers[0].add_param_group({"params": [*self.other.parameters()]})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) if self.other is None else self.net(x) + self.other(1000 * x)
-
-
-def test_a_copy_in_a_trainers_run(tmp_path: Path) -> None:
-    model = seeded(Copies)
-    trainer = make_trainer(tmp_path, max_epochs=2)
-    assert not warned("lightning_fp8", lambda: trainer.fit(model, loader()))
-    trainer.save_checkpoint(tmp_path / "copied.ckpt")
-    saved = torch.load(tmp_path / "copied.ckpt", weights_only=True)["Fp8Precision"]
-    pushed = {name: int((entry["amax_history"] > 0).sum()) for name, entry in saved.items()}
-    assert (pushed["net.0.input"], pushed["other.0.input"]) == (8, 8)
-    assert saved["other.0.input"]["amax_history"][0] > 1000
-    assert relative_error(model.other, 1000 * torch.randn(64, WIDTH)) < 0.1
-    trainer.test(model, loader(), verbose=False)
-    make_trainer(tmp_path, max_epochs=1).fit(model, loader())
-    assert len(history(model, "other.0.input")) == 12
 
 
 def test_a_second_conversion_under_fabric(tmp_path: Path) -> None:
@@ -332,17 +220,6 @@ def test_a_second_conversion_under_fabric(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "run.ckpt", weights_only=True)["model_fp8_scales"]) == {
         f"{name}.{role}" for name in "ab" for role in ("input", "grad_output")
     }
-
-
-def test_a_layer_that_is_added_in_a_run_and_not_converted_is_named(tmp_path: Path) -> None:
-    class Adds(Grows):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if self.global_step == 2:
-                self.extra = nn.Linear(16, 16)
-
-    trainer = make_trainer(tmp_path, max_epochs=3)
-    (said,) = warned("lightning_fp8: Layers", lambda: trainer.fit(seeded(Adds), loader()))
-    assert "'extra'" in said
 
 
 def test_nothing_is_said_of_layers_that_the_settings_leave_out(tmp_path: Path) -> None:

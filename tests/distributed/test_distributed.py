@@ -21,15 +21,9 @@ model = seeded()
 trainer = make_trainer({path!r}, strategy="ddp", devices=2, max_epochs=2, plugins=long_window())
 trainer.fit(model, loader(), loader())
 state = scaling_state(model)
-weight = model.net[0].weight
-trained = {{"scale": state.scale.clone(), "amax_history": state.amax_history.clone()}}
-# a NaN on one rank only: every rank must leave that tensor alone
-state.amax[:2] = torch.tensor([float("nan"), 1.0]) if dist.get_rank() else torch.tensor([5.0, 1e3])
-state.update()
 result = {{
-    **trained, "after_nan": state.scale, "nonfinite_steps": state.nonfinite_steps, "steps": trainer.global_step,
-    "weight": weight.detach(),
-    "losses": torch.stack(model.losses),
+    "scale": state.scale, "amax_history": state.amax_history, "steps": trainer.global_step,
+    "weight": model.net[0].weight.detach(), "losses": torch.stack(model.losses),
 }}
 torch.save(result, {path!r} + f"/rank{{dist.get_rank()}}.pt")
 """
@@ -49,6 +43,3 @@ def test_scales_agree_on_every_rank(tmp_path: Path) -> None:
     # the ranks saw different data, so they do not agree by accident
     assert not torch.equal(first["losses"], second["losses"])
     assert (first["amax_history"] > 0).sum(0).tolist() == [4] * 4
-    for rank in (first, second):
-        assert rank["nonfinite_steps"].tolist() == [1, 0, 0, 0, 0, 0]
-        assert rank["after_nan"][:2].tolist() == [first["scale"][0], torch.tensor(448 / 1e3)]

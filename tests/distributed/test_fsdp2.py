@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from by_columns import unpadded
 from processes import DEVICES, run_processes
 from repository import ROOT
-
-from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
-from lightning_fp8.ops.formats import FORMATS
 
 pytestmark = pytest.mark.slow
 every_device = pytest.mark.parametrize("device", DEVICES)
@@ -406,23 +402,6 @@ train(model, steps=1)
         assert "there is nothing to gather" in rank["tied"]
         assert "last" not in rank["names"]
         assert "'first' cannot fall back: its weight is gathered in FP8" in rank["fall back"]
-
-
-@pytest.mark.parametrize("k_by_n", [False, True])
-def test_payloads_of_a_gathered_weight_are_laid_out_for_the_device(
-    k_by_n: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = torch.arange(12, dtype=torch.uint8).view(3, 4)
-    weight = Fp8Parameter(
-        Content(torch.bfloat16, k_by_n, FORMATS["e4m3"], kept.t() if k_by_n else kept, torch.tensor(0.5))
-    )
-    for k_major in (False, True):
-        monkeypatch.setattr("lightning_fp8.ops.library.cuda_on_cpu", k_major)
-        payload, payload_t = weight.operand_payloads()
-        assert torch.equal(payload, kept.t() if k_by_n else kept)
-        assert payload.is_contiguous()
-        # FP8 GEMMs on most GPUs accept no other layout
-        assert torch.equal(unpadded(payload_t, len(payload)) if k_major else payload_t, payload.t())
 
 
 def test_weights_gathered_in_fp8_where_products_take_every_layout(tmp_path: Path) -> None:

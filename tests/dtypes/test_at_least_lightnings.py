@@ -8,7 +8,7 @@ from bf16_models import MODELS
 
 # What runs other operations than under Lightning's plugin even by autocast: there torch's fast path in evaluation, here
 # an LSTM in fp32 on some CPUs and `keep_fp32`.
-OTHER_OPERATIONS = {"AdditiveMaskOfEncoder", "ClassToken", "LstmFromBuffers", "LstmFromParameters", *SETTINGS}
+OTHER_OPERATIONS = {"AdditiveMaskOfEncoder", "ClassToken", "LstmFromBuffers", *SETTINGS}
 
 
 # Here a buffer in fp32 is reached from outside of its module's forward: docs/which-bf16.md says so.

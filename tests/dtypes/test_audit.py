@@ -37,10 +37,9 @@ def test_rows_of_parameters_gradients_buffers_and_optimizer_state() -> None:
     kinds = [row.kind for row in report.rows]
     assert [kinds.count(kind) for kind in ("parameter", "gradient", "buffer", "optimizer state")] == [6, 6, 3, 12]
     assert sum(row.elements for row in report.rows if row.kind == "parameter") == 8 * 8 + 8 + 16 + 8 * 2 + 2
-    lines = str(report).splitlines()
-    assert lines[0].split() == ["what", "actual", "expected", "tensors", "elements", "bytes"]
-    assert lines[1].split() == ["parameter", "float32", "float32", "6", "106", "424", "ok"]
-    assert any(line.split() == ["buffer", "int64", "int64", "1", "1", "8", "ok"] for line in lines)
+    lines = [line.split() for line in str(report).splitlines()]
+    assert ["parameter", "float32", "float32", "6", "106", "424", "ok"] in lines
+    assert ["buffer", "int64", "int64", "1", "1", "8", "ok"] in lines
 
 
 def test_each_kind_of_violation_is_named() -> None:

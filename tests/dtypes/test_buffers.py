@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-import lightning.fabric as lf
 import pytest
 import torch
 import torch.nn.functional as F
-from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, DtypeAudit, Fp8Precision, audit
+from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, audit
 from lightning_fp8.plugins.core import PrecisionCore
 
 IN_BF16: list[Callable[[], PrecisionCore]] = [
@@ -190,36 +187,6 @@ def test_on_the_meta_device() -> None:
     del model.rotary.inv_freq
     model.rotary.register_buffer("positions", torch.empty(4, device="meta"))
     assert dtypes(Bf16TruePrecision().convert_module(model))["rotary.positions"] == torch.bfloat16
-
-
-def test_under_a_trainer_with_a_model_made_in_configure_model(tmp_path: Path) -> None:
-    class Late(Regression):
-        def configure_model(self) -> None:
-            if not hasattr(self, "late"):
-                self.late = Model()
-                self.head = nn.Linear(16, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.head(self.late(x.view(-1, 2, 16))[:, 0]))
-
-    callback = DtypeAudit(on_violation="raise")
-    model = seeded(Late)
-    make_trainer(tmp_path, precision="bf16-true", callbacks=[callback], max_epochs=4).fit(model, loader(), loader())
-    assert model.losses[-1] < model.losses[0]
-    assert callback.report is not None
-    found = {row.name: (row.actual, row.expected) for row in callback.report.rows if row.kind == "buffer"}
-    assert found["late.rotary.inv_freq"] == (torch.float32, torch.float32)
-    assert found["late.gain"] == (torch.bfloat16, torch.bfloat16)
-
-
-def test_in_fabric() -> None:
-    fabric = lf.Fabric(accelerator="cpu", devices=1, precision="bf16-true")
-    model, optimizer = fabric.setup(module := Model(), torch.optim.SGD(module.parameters(), lr=0.1))
-    assert dtypes(module) == EXPECTED
-    loss = model(torch.randn(4, 6, 16)).square().mean()
-    fabric.backward(loss)
-    optimizer.step()
-    assert module.product.grad.dtype == torch.bfloat16
 
 
 def test_a_ruined_buffer_beside_parameters_is_named() -> None:

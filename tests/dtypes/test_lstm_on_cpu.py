@@ -104,10 +104,7 @@ def test_said_once_by_name_and_only_where_it_happens(precision: Any) -> None:
             with plugin.forward_context():
                 model["recurrent"](model["head"](model["first"](torch.randn(5, 3, 16))[0].repeat(1, 1, 2)))
     messages = [str(warning.message) for warning in said if "LSTM" in str(warning.message)]
-    assert messages == [
-        "The LSTM layers 'first', 'recurrent.0' run in float32, without autocast: oneDNN has no bf16 LSTM for this CPU."
-        " GPUs and CPUs with bf16 instructions run them in bf16. `keep_fp32` with these names gives fp32 everywhere."
-    ]
+    assert [text.partition(" run in float32")[0] for text in messages] == ["The LSTM layers 'first', 'recurrent.0'"]
 
 
 @pytest.mark.usefixtures("without_bf16_lstm")

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lit import Regression, loader, make_trainer, seeded
+from lit import Regression, loader, make_trainer
 from pairwise import pairwise
 from torch import Tensor, nn
 
 from lightning_fp8 import Bf16MixedPrecision
 from lightning_fp8.modules import attention, feed_forward, linear
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
 WIDTH, HEADS, BATCH, LENGTH, SOURCE = 16, 2, 2, 5, 4
@@ -115,7 +113,7 @@ KINDS = ("relu", "gelu", squared_relu)
 WITHOUT_RECIPES = ("fp8-delayed", "bf16-mixed", "bf16-true")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_encoder(precision: Any, gemms: list[str]) -> None:
     count = 4 if precision.startswith("fp8-") else 0
     # each pair of the options of a layer and of its call
@@ -177,7 +175,7 @@ def fast_path(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_switches_come_back_after_an_exception_and_out_of_nesting(precision: Any, fast_path: bool) -> None:
     def state() -> tuple[Any, ...]:
         key = torch._C.DispatchKey.AutocastIPU
@@ -220,38 +218,7 @@ def test_hooks_evaluate_encoders_under_an_autocast_of_their_own(precision: Any, 
     assert torch.backends.mha.get_fastpath_enabled() == fast_path
 
 
-class Encoding(Regression):
-    """Its encoder takes torch's fast path in evaluation, unless something prevents it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = encoder_inputs()[0].train()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x.unflatten(1, (2, WIDTH)), src_key_padding_mask=torch.tensor([[False, True]] * len(x)))[:, 0]
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self(batch[0]).float().square().mean()
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", 16])
-@pytest.mark.filterwarnings("ignore:.*fp16 is not supported on CPU.*", "ignore:`precision=16`")
-def test_fp16_on_a_cpu_is_bf16_mixed(precision: Any, tmp_path: Any) -> None:
-    runs = []
-    for string in (precision, "bf16-mixed"):
-        model = seeded(Encoding)
-        trainer = make_trainer(tmp_path, precision=string)
-        trainer.fit(model, loader(), loader())
-        fabric = Fabric(accelerator="cpu", precision=string)
-        evaluated = fabric.setup(seeded(Encoding)).eval()
-        with torch.no_grad():
-            output = evaluated(next(iter(loader()))[0])
-        runs.append([*model.losses, trainer.callback_metrics["val_loss"], output])
-    for one, other in zip(*runs, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", WITHOUT_RECIPES)
 def test_outside_the_context_a_prepared_model_is_torchs_own(precision: Any) -> None:
     encoder, x, mask = encoder_inputs()
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32

@@ -13,7 +13,7 @@ from lit import make_trainer
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
-from transformer_models import MODELS, Batch, made
+from transformer_models import HUGGING_FACE, X_TRANSFORMERS, Batch, made
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import scaling_state
@@ -38,8 +38,10 @@ def loader(batch: Batch) -> DataLoader[Any]:
     return DataLoader([batch], batch_size=None)
 
 
-# each model in FP8, and in one of the other two
-RUNS = [(name, precision) for at, name in enumerate(MODELS) for precision in ("fp8-delayed", [*DTYPES][1 + at % 2])]
+# each model of transformers in FP8, and in one of the other two; each of x-transformers in one of the three
+RUNS = [(name, "fp8-delayed") for name in HUGGING_FACE]
+RUNS += [(name, [*DTYPES][1 + at % 2]) for at, name in enumerate(HUGGING_FACE)]
+RUNS += [(name, [*DTYPES][(at + 1) % 3]) for at, name in enumerate(X_TRANSFORMERS)]
 
 
 @pytest.mark.parametrize(("name", "precision"), RUNS)

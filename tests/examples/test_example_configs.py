@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from logged_runs import rows_of
 from repository import ROOT
 
-from lightning_fp8 import examples, scaling_state
+from lightning_fp8 import examples
 from lightning_fp8.cli import Fp8CLI, main
 from lightning_fp8.examples import loggers, tensorboard_if_present
 
@@ -50,7 +50,7 @@ def reduced(config: str) -> tuple[LightningModule, LightningDataModule]:
     """Model and data of a configuration; a GPT has one narrow block, with heads of the original width."""
     settings = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())
     model, data = settings["model"], settings["data"]
-    if config in SIZES:
+    if "context" in data["init_args"]:
         head_width = model["init_args"]["width"] // model["init_args"]["heads"]
         model["init_args"].update(layers=1, width=2 * head_width, heads=2, context=64)
         data["init_args"].update(context=64, max_bytes=50_000)
@@ -83,50 +83,36 @@ def test_parameters_of_the_large_models(config: str) -> None:
     assert counted == expected
     assert abs(counted / promised - 1) < 0.05
     assert cli.datamodule.context == cli.model.context == context
-    for page in (f"{config}.yaml", "README.md"):
-        assert f"{counted:,}" in (ROOT / "configs" / page).read_text()
 
 
-def test_parameters_of_the_small_models() -> None:
-    page = (ROOT / "configs" / "README.md").read_text()
-    for config in sorted(set(CONFIGS) - set(SIZES)):
-        counted = sum(parameter.numel() for parameter in parsed(config).model.parameters())
-        assert f"| [{config}.yaml]({config}.yaml) | {counted:,} |" in page
-
-
-# a step of each configuration
+# a run of each configuration
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_first_loss_is_the_same_in_every_precision(config: str, tmp_path: Path) -> None:
+def test_first_loss_is_the_same_in_fp8_and_in_bf16(config: str, tmp_path: Path) -> None:
     losses = {}
-    for precision in ("fp8-delayed", "bf16-mixed", "bf16-true"):
+    for precision in ("fp8-delayed", "bf16-mixed"):
         pl.seed_everything(0, verbose=False)
         model, data = reduced(config)
         trainer = one_step(model, data, precision, tmp_path)
         losses[precision] = trainer.callback_metrics["train_loss"].item()
-        if precision == "fp8-delayed":
-            assert (scaling_state(model).amax_history > 0).sum(0).unique().tolist() == [1]
     chance = 256 if "gpt" in config else 10
     assert losses["bf16-mixed"] == pytest.approx(math.log(chance), rel=0.25)
     assert losses["fp8-delayed"] == pytest.approx(losses["bf16-mixed"], rel=0.01)
-    assert losses["bf16-true"] == pytest.approx(losses["bf16-mixed"], rel=0.01)
     assert losses["fp8-delayed"] != losses["bf16-mixed"]
 
 
 def small(config: str, tmp_path: Path) -> Path:
-    """The configuration unchanged, except for few steps on few texts, and two narrow blocks for a large model."""
+    """The configuration unchanged, except for few steps on few texts, and two narrow blocks for a GPT."""
     parsed = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())
     if "context" in parsed["data"]["init_args"]:
-        parsed["data"]["init_args"].update(batch_size=4, max_bytes=100_000)
-    if parsed["model"]["init_args"].get("create_on_device"):
+        parsed["data"]["init_args"].update(batch_size=4, max_bytes=50_000, context=64)
         parsed["model"]["init_args"].update(layers=2, width=64, heads=2, context=64)
-        parsed["data"]["init_args"].update(context=64)
     for callback in parsed["trainer"].get("callbacks", ()):
         if "every_n_steps" in callback.get("init_args", {}):
-            callback["init_args"]["every_n_steps"] = 2
+            callback["init_args"]["every_n_steps"] = 1
     batches = parsed["trainer"].get("accumulate_grad_batches", 1)
-    parsed["trainer"].update(max_steps=4, val_check_interval=2 * batches, limit_val_batches=2, accelerator="cpu")
+    parsed["trainer"].update(max_steps=2, val_check_interval=batches, limit_val_batches=1, accelerator="cpu")
     path = tmp_path / f"{config}.yaml"
     path.write_text(yaml.safe_dump(parsed))
     return path
@@ -139,7 +125,7 @@ def test_every_configuration_runs(
     monkeypatch.chdir(tmp_path)
     with caplog.at_level("INFO"):
         main(["fit", "--config", str(small(config, tmp_path))])
-    assert "optimizer steps: 4" in caplog.text
+    assert "optimizer steps: 2" in caplog.text
     assert re.search(r"val_loss: \d\.\d{4}", caplog.text)
     log_dir = re.search(r"logs: (\S+)", caplog.text)
     assert log_dir is not None

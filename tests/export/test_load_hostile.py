@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -36,13 +37,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    written = write(tmp_path / "in", quantized(net().state_dict()).tensors, HF_FP8, shards=2)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = write(tmp_path_factory.mktemp("written"), quantized(net().state_dict()).tensors, HF_FP8, shards=2)
     for how, make in MODELS.items():
         # each fault below is one change of what is read
         load_exported(make(), written, frozen=how != "plain")
     return written
+
+
+@pytest.fixture
+def folder(tmp_path: Path, written: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "in"))
 
 
 def tensors_in(folder: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -139,18 +145,13 @@ LACKS = r"lack their scales as a matrix with a number for each block of 128 x 12
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a scale of NaN": (with_scale(float("nan")), RULE + "nan"),
     "a scale of 0": (with_scale(0.0), RULE + r"0\.0\)"),
-    "a negative scale": (with_scale(-1.0), RULE + r"-1\.0\)"),
-    "an infinite scale": (with_scale(float("inf")), RULE + r"inf\)"),
     "a tiny scale": (with_scale(1e-40), RULE),
     "no scale": (dropped("0.weight_scale_inv"), LACKS + r"\.$"),
     "scales of other blocks": (changed("0.weight_scale_inv", lambda t: t[:1]), LACKS + r" \(\(1, 2\) float32\)"),
-    "turned scales": (changed("0.weight_scale_inv", lambda t: torch.ones(2, 3)), LACKS + r" \(\(2, 3\) float32\)"),
-    "integer scales": (changed("0.weight_scale_inv", lambda t: t.to(torch.int32)), LACKS + r" \(\(2, 2\) int32\)"),
     "scales of 8 bits": (
         changed("0.weight_scale_inv", lambda t: t.to(torch.float8_e8m0fnu)), LACKS + r" \(\(2, 2\) float8_e8m0fnu\)"
     ),
     "a code that is NaN": (changed("0.weight", holds_codes(0x7F)), r"hold codes that are NaN: 0\.weight\.$"),
-    "a code that is negative NaN": (changed("0.weight", holds_codes(0xFF)), r"hold codes that are NaN: 0\.weight\.$"),
     "turned codes": (changed("2.weight", turned), LACKS.replace("0", "2")),
     "codes in one dimension": (changed("0.weight", lambda t: t.flatten()), LACKS),
     "a lost bias": (dropped("2.bias"), r"the model has and the file lacks: 2\.bias\.$"),
@@ -177,10 +178,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor in two files": (copied, r"are in another file too: 2\.bias \(model-00001-of"),
     "a file above": (in_index("../in/" + FIRST), OUTSIDE),
     "an absolute path": (in_index("/etc/hostname"), OUTSIDE),
-    "a path of Windows": (in_index("..\\x.safetensors"), OUTSIDE),
-    "a file in a folder": (in_index("sub/x.safetensors"), OUTSIDE),
     "the folder above": (in_index(".."), ONLY),
-    "no name": (in_index(""), ONLY),
     "a null byte": (in_index("x\0.safetensors"), OUTSIDE),
     "a file that does not exist": (in_index("x.safetensors"), r"There is no x\.safetensors in .*index\.json names it"),
     "a pickle": (in_index("x.bin"), r"names 'x\.bin'\. Only safetensors files are read: loading a pickle can run "),
@@ -189,8 +187,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a number for a file": (lambda f: index_in(f, lambda files: files.update({"0.weight": 3})), r"a `weight_map` with"),
     "no map": (lambda folder: (folder / INDEX).write_text("{}"), r"must have a `weight_map` with the name of a file"),
     "an index of brackets": (lambda folder: (folder / INDEX).write_text("[" * 10**6), r"is not valid JSON"),
-    "a config of brackets": (lambda f: (f / "config.json").write_text('{"a":' * 10**6), r"config\.json is not val"),
-    "a number of a million digits": (lambda f: (f / INDEX).write_text("1" * 10**6), r"index\.json is not valid JSON"),
     "an index with a name twice": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}'),
         r"it has two entries x",
@@ -198,8 +194,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a huge index": (lambda folder: os.truncate(folder / INDEX, 2**32), r"has 4294967296 bytes; at most 100000000"),
     "both forms": (lambda folder: save_file({}, folder / "model.safetensors"), r"holds both model\.safetensors and "),
     "a file that is cut by a byte": (cut(1), r"is damaged or not a safetensors file"),
-    "a file that is cut": (cut(1000), r"is damaged or not a safetensors file"),
-    "an empty file": (lambda folder: (folder / SECOND).write_bytes(b""), r"is damaged or not a safetensors file"),
     "a header of 2**60 bytes": (long_header, r"is damaged or not a safetensors file"),
 }  # fmt: skip
 

@@ -18,7 +18,6 @@ from transformers.core_model_loading import Chunk, Concatenate, Split, Transpose
 
 from lightning_fp8 import export, load_exported
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.serialization.load import source_of
 
 OF_EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 
@@ -96,6 +95,12 @@ def test_projections_are_merged_and_split(kind: str, frozen: bool, tmp_path: Pat
         weight = model.get_parameter(f"{name}.weight")
         assert isinstance(weight, Fp8Parameter) == frozen
         assert torch.equal(weight.dequantized() if frozen else weight, value)
+    if frozen:
+        # each piece goes back to where it was
+        export(model, tmp_path / "written")
+        again = load_file(tmp_path / "written" / "model.safetensors")
+        assert again.keys() == written.tensors.keys()
+        assert all(torch.equal(again[name].float(), one.float()) for name, one in written.tensors.items())
     if kind == "block":
         config = transformers.FineGrainedFP8Config(dequantize=True)
         theirs = Joined.from_pretrained(tmp_path, quantization_config=config)
@@ -133,20 +138,6 @@ def test_stacks_that_the_model_stores_as_k_by_n(kind: str, tmp_path: Path) -> No
     export(model, tmp_path / "written")
     written = load_file(tmp_path / "written" / "model.safetensors")
     assert all(written[key].float().equal(one.float()) for key, one in held.items())
-
-
-def test_the_pieces_say_where_each_tensor_of_the_file_is(tmp_path: Path) -> None:
-    written = in_file("block")
-    write(tmp_path, written.tensors, HF_FP8, merged(), shards=2)
-    model = load_exported(merged(), tmp_path, frozen=True)
-    source = source_of(model)
-    assert source is not None
-    for name in written.values:
-        again = torch.full(written.tensors[name].shape, 0xFF, dtype=torch.uint8)
-        for piece in source.placed.pieces:
-            if piece.name == name:
-                again[piece.of] = model.get_parameter(piece.target).payload[piece.at]
-        assert torch.equal(again, written.tensors[name].view(torch.uint8))
 
 
 def test_merges_that_would_round_are_refused_by_name(tmp_path: Path) -> None:
@@ -194,8 +185,6 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "no expert 2": (
         without("model.layers.1.mlp.experts.2.up"), r"file lacks: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"
     ),
-    "no last expert": (without("model.layers.1.mlp.experts.3."), r"lacks: model\.layers\.1\.mlp\.experts\.3\.down_p"),
-    "no experts": (without("model.layers.1.mlp.experts"), r"lacks: model\.layers\.1\.mlp\.experts\.gate_up_proj, "),
     "no gates": (
         lambda t: [without(OF_EXPERT.format(at, "gate"))(t) for at in range(4)],
         r"shape.*: model\.layers\.1\.mlp\.experts\.gate_up_proj \(\(4, 128, 128\) float8_e4m3fn in the file, \(4, 256",
@@ -236,27 +225,7 @@ def test_experts_that_do_not_fit(what: str, tmp_path: Path) -> None:
     refused(model.to("meta"), tmp_path, message, frozen=True)
 
 
-def test_tensors_that_the_class_leaves_out_are_left_out(tmp_path: Path) -> None:
-    """The layer for predicting several tokens of the published DeepSeek-V3, and buffers of old files."""
-    model = model_of("deepseek_v3")
-    written = quantized(published(model))
-    other = {
-        name.replace("layers.1", "layers.61"): one.clone()
-        for name, one in written.tensors.items()
-        if "layers.1" in name
-    }
-    other["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
-    write(tmp_path, {**written.tensors, **other}, HF_FP8, model)
-    loaded = load_exported(model_of("deepseek_v3"), tmp_path, frozen=True)
-    source = source_of(loaded)
-    assert source is not None
-    assert source.placed.left_out == {name for name in other if not name.endswith("_scale_inv")}
-    assert torch.equal(loaded.model.layers[1].self_attn.o_proj.weight.dequantized(),
-                       torch.from_numpy(written.values["model.layers.1.self_attn.o_proj.weight"]))  # fmt: skip
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_tied_weights_stay_tied(frozen: bool, tmp_path: Path) -> None:
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     model = model_of("llama", tie_word_embeddings=True)
     tensors = published(model)
     tensors.pop("lm_head.weight", None)
@@ -264,7 +233,7 @@ def test_tied_weights_stay_tied(frozen: bool, tmp_path: Path) -> None:
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(model.config)
     empty.lm_head.weight.tensor_model_parallel = False
-    loaded = load_exported(empty, tmp_path, frozen=frozen)
+    loaded = load_exported(empty, tmp_path, frozen=True)
     # attributes of a parameter stay
     assert loaded.lm_head.weight.tensor_model_parallel is False
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -26,6 +26,7 @@ from fp8_checkpoints import (
     quantized,
     write,
 )
+from pairwise import pairwise
 from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
@@ -36,8 +37,8 @@ from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scaling.recipe import Recipe
 
 KINDS = {"tensor": "tensor", "channel": "row", "block": "block"}
-# 576 x 7168 as in DeepSeek-V3: four and a half blocks of rows
-RAGGED = {"0": (576, 7168), "1": (200, 576), "2": (16, 200)}
+# 576 rows as in DeepSeek-V3: four and a half blocks
+RAGGED = {"0": (576, 256), "1": (200, 576), "2": (16, 200)}
 
 
 @cache
@@ -68,9 +69,9 @@ def loaded(folder: Path, frozen: bool, dtype: torch.dtype = torch.float32) -> nn
 
 
 @pytest.mark.filterwarnings("ignore:.*rounded to FP8 a second time")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize(
+    ("strategy", "dynamic", "dtype"), pairwise([*KINDS], [True, False], [torch.float32, torch.bfloat16])
+)
 def test_compressed_tensors_reads_the_same_values(
     strategy: str, dynamic: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -94,7 +95,7 @@ def test_compressed_tensors_reads_the_same_values(
     recipe = BlockScaling if strategy == "block" else CurrentScaling if dynamic else DelayedScaling
     for model in (frozen, master):
         assert type(scaling_state(model).recipe) is recipe
-        assert torch.equal(model(torch.zeros(1, 7168, dtype=dtype)).isfinite(), torch.ones(1, 16, dtype=torch.bool))
+        assert torch.equal(model(torch.zeros(1, 256, dtype=dtype)).isfinite(), torch.ones(1, 16, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
@@ -148,8 +149,10 @@ def test_scales_of_a_cache_are_left_out_if_the_config_has_one(tmp_path: Path) ->
     load_exported(model_of("llama"), tmp_path)
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()])
-@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("tensor", BlockScaling()), ("row", DelayedScaling()), ("row", CurrentScaling()), ("block", CurrentScaling())],
+)
 def test_a_frozen_base_runs_with_any_recipe(kind: str, recipe: Recipe, tmp_path: Path) -> None:
     tensors = dict(small_mlp().state_dict())
     strategy = {kind: strategy for strategy, kind in KINDS.items()}[kind]
@@ -206,7 +209,6 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         r"group_0\.weights` must have strategy='group', got 'block'",
     ),
     "other groups": (in_mxfp8(weights={"group_size": 64}), r"group_0\.weights` must have group_size=32, got 64"),
-    "scales in fp32": (in_mxfp8(weights={"scale_dtype": None}), r"must have scale_dtype='torch\.uint8', got None"),
     "static MXFP8": (in_mxfp8({"dynamic": False, "strategy": "tensor"}), r"must all be in MXFP8, with dynamic inputs"),
     "MXFP8 and blocks": (
         {
@@ -226,11 +228,6 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "sparse": (
         compressed_tensors("block", True, sparsity_config={"format": "sparse-bitmask"}),
         r"must have format='dens",
-    ),
-    "no groups": (compressed_tensors("block", True, config_groups={}), r"must all have static inputs, or none of them"),
-    "groups of another kind": (
-        compressed_tensors("block", True, config_groups=[1]),
-        r"groups` must be an object, got \[1",
     ),
     "true for 8": (changed("weights", num_bits=True), r"must have num_bits=8, got True"),
     "FP4 of ModelOpt": ({**MODELOPT, "quant_algo": "NVFP4"}, r"must have quant_algo='FP8', got 'NVFP4'"),

@@ -5,7 +5,6 @@ The reference casts in blocks with numpy, from the definition.
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from pathlib import Path
@@ -17,10 +16,10 @@ from exported import tensors_of
 from fp8_checkpoints import HF_FP8, write
 from fp8_numpy import cast_in_blocks, code_values
 from in_blocks import in_fp8
+from pairwise import pairwise
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import BlockScaling, convert, export, load_exported, scaling_state, unconvert
+from lightning_fp8 import BlockScaling, convert, export, load_exported, scaling_state
 
 POWERS = BlockScaling(power_of_2_scales=True)
 X = torch.linspace(-3, 3, 20 * 256).view(20, 256)
@@ -60,10 +59,10 @@ def check(model: nn.Sequential, source: nn.Sequential) -> None:
         x = y.detach()
 
 
-@pytest.mark.parametrize("target", ["plain", "converted", "meta"])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("held", ["master", "fp8"])
-@pytest.mark.parametrize("layout", [None, "hf-fp8", "compressed-tensors"])
+@pytest.mark.parametrize(
+    ("layout", "held", "frozen", "target"),
+    pairwise([None, "hf-fp8", "compressed-tensors"], ["master", "fp8"], [False, True], ["plain", "converted", "meta"]),
+)
 def test_an_export_keeps_them(layout: str | None, held: str, frozen: bool, target: str, tmp_path: Path) -> None:
     source = plain()
     model = convert(plain(), POWERS, frozen_weights=held).eval()  # type: ignore[arg-type]
@@ -88,33 +87,6 @@ def test_an_export_keeps_them(layout: str | None, held: str, frozen: bool, targe
         assert torch.equal(loaded(X), model(X))
 
 
-@pytest.mark.parametrize("k_by_n", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_values_of_a_frozen_weight_are_those_that_its_products_have(dtype: torch.dtype, k_by_n: bool) -> None:
-    weight = plain()[0].weight.to(dtype)
-    layer: nn.Module = Conv1D(384, 256) if k_by_n else nn.Linear(256, 384)
-    layer.to(dtype).requires_grad_(False).weight.copy_(weight.t() if k_by_n else weight)
-    model = convert(nn.Sequential(layer), POWERS, frozen_weights="fp8").eval()
-    codes, scale_inv = cast_in_blocks(weight.float().numpy(), "e4m3", 128, power_of_2=True)
-    # all codes occur that an amax could take the place of
-    assert {0x7E, 0x76} <= {int(np.max(codes[i : i + 128] & 0x7F)) for i in range(0, 384, 128)}
-    expected = torch.from_numpy(values_of(torch.from_numpy(codes), torch.from_numpy(scale_inv)))
-    x = X.to(dtype)
-    y = model(x)
-    with pytest.warns(UserWarning, match="rounded to FP8"):
-        saved = model.state_dict()["0.weight"]
-    for values in (layer.weight.dequantized(), saved):
-        assert values.dtype == dtype
-        assert torch.equal((values.t() if k_by_n else values).float(), expected)
-    # with masters of these values, it is the same layer
-    with pytest.warns(UserWarning, match="have masters again"):
-        again = convert(copy.deepcopy(model), frozen_weights="master")
-    assert torch.equal(again(x), y)
-    with pytest.warns(UserWarning, match="have masters again"):
-        unconvert(model)
-    assert torch.equal((layer.weight.t() if k_by_n else layer.weight).float(), expected)
-
-
 @pytest.mark.parametrize("layout", [None, "compressed-tensors"])
 def test_a_merged_base_is_rounded_to_them(layout: str | None, tmp_path: Path) -> None:
     export(convert(plain(), POWERS), tmp_path / "read", layout="hf-fp8")
@@ -129,9 +101,9 @@ def test_a_merged_base_is_rounded_to_them(layout: str | None, tmp_path: Path) ->
     assert np.array_equal(saved["0.weight"].view(torch.uint8).numpy(), codes)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize(
+    ("powers", "scale_dtype", "frozen"), pairwise([False, True], [torch.float32, torch.bfloat16], [False, True])
+)
 def test_a_checkpoint_of_others_says_it_by_its_scales(
     powers: bool, scale_dtype: torch.dtype, frozen: bool, tmp_path: Path
 ) -> None:
@@ -157,8 +129,7 @@ def test_a_checkpoint_of_others_says_it_by_its_scales(
         check(loaded, source)
 
 
-@pytest.mark.parametrize("recipe", [BlockScaling(), POWERS], ids=["any scales", "powers of 2"])
-@pytest.mark.parametrize("layout", [None, "compressed-tensors"])
+@pytest.mark.parametrize(("recipe", "layout"), [(BlockScaling(), None), (POWERS, "compressed-tensors")], ids=str)
 def test_blocks_of_zeros_are_read_again(layout: str | None, recipe: BlockScaling, tmp_path: Path) -> None:
     source = plain()
     source[0].weight.data[128:256, :128] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import feed_forward_blocks
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from lightning_fp8 import (
@@ -71,13 +71,17 @@ def test_a_program_is_the_model_and_knows_no_other(name: str, strict: bool, tmp_
 IN_PART = {"overrides": {"*": {"dgrad": "bf16"}, "2": {"wgrad": "bf16"}}}
 
 
-@pytest.mark.parametrize("traced_in", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "traced_in"),
     [
-        *((name, {"recipe": recipe}) for name in MODELS for recipe in (DelayedScaling(), BlockScaling(), MXScaling())),
-        ("mlp", IN_PART),
-        ("gated", {"recipe": BlockScaling(), "frozen_weights": "fp8"}),
+        *(
+            (name, {"recipe": recipe}, traced_in)
+            for name, recipe, traced_in in pairwise(
+                [*MODELS], [DelayedScaling(), BlockScaling(), MXScaling()], [torch.enable_grad, torch.no_grad]
+            )
+        ),
+        ("mlp", IN_PART, torch.no_grad),
+        ("gated", {"recipe": BlockScaling(), "frozen_weights": "fp8"}, torch.enable_grad),
     ],
 )
 def test_a_traced_model_is_the_model(name: str, settings: Any, traced_in: Any, tmp_path: Path) -> None:
@@ -107,17 +111,6 @@ def test_a_program_is_not_traced_with_a_cast_that_is_kept() -> None:
             weight.mul_(2)
         for program in (first, second):
             assert torch.equal(program(x), model(x))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_model_that_was_never_trained_is_exported_as_it_evaluates(strict: bool) -> None:
-    model = convert(MODELS["plain"]()).eval()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="lightning_fp8")
-        program = torch.export.export(model, (torch.randn(4, 32),), strict=strict)
-    x = 100 * torch.randn(4, 32)
-    with torch.no_grad():
-        assert torch.equal(program.module()(x), model(x))
 
 
 def test_what_would_record_is_refused() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from exported import in_fp8, metadata_of, quantization, refused, rewrite, tensors_of
-from fp8_checkpoints import model_of
+from pairwise import pairwise
 from published_weights import in_numpy
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -37,7 +35,7 @@ RECIPES = [DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling(),
 CASES = [(layout, recipe) for recipe in RECIPES for layout in SUFFIXES
          if layout == "compressed-tensors" or not isinstance(recipe, MXScaling)]  # fmt: skip
 # whether it is loaded as frozen, and into what
-TARGETS = list(itertools.product((False, True), ("plain", "converted", "meta")))
+TARGETS = ((False, "meta"), (True, "plain"), (True, "converted"))
 
 
 class Tied(nn.Module):
@@ -85,11 +83,10 @@ def target(kind: Any, where: str, recipe: Recipe, *arguments: Any) -> nn.Module:
     return convert(model, recipe) if where == "converted" else model
 
 
-@pytest.mark.parametrize("how", ["master", "fp8"])
-@pytest.mark.parametrize("what", ["two layers", "one layer"])
-@pytest.mark.parametrize(("layout", "recipe"), CASES, ids=str)
+@pytest.mark.parametrize(("case", "what", "how"), pairwise(CASES, ["two layers", "one layer"], ["master", "fp8"]))
 @pytest.mark.filterwarnings("ignore:export. readers will scale each input")
-def test_layers(layout: str | None, recipe: Recipe, what: str, how: str, tmp_path: Path) -> None:
+def test_layers(case: tuple[str | None, Recipe], what: str, how: str, tmp_path: Path) -> None:
+    layout, recipe = case
     model = trained(made(Tied, 0, what), X, recipe, how)
     export(model, tmp_path, layout=layout)
     saved = tensors_of(tmp_path)
@@ -123,9 +120,9 @@ def test_layers(layout: str | None, recipe: Recipe, what: str, how: str, tmp_pat
             assert torch.equal(loaded(X), y)
 
 
-@pytest.mark.parametrize("to", list(SUFFIXES))
-@pytest.mark.parametrize("what", ["two layers", "one layer"])
-@pytest.mark.parametrize(("layout", "recipe"), CASES[:9], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "recipe", "what", "to"), pairwise([*SUFFIXES], RECIPES[:3], ["two layers", "one layer"], [*SUFFIXES])
+)
 def test_a_base_is_written_back(layout: str | None, recipe: Recipe, what: str, to: str | None, tmp_path: Path) -> None:
     model = trained(made(Tied, 0, what), X, recipe, "master")
     export(model, tmp_path / "first", layout=layout)
@@ -144,8 +141,9 @@ def test_a_base_is_written_back(layout: str | None, recipe: Recipe, what: str, t
         assert torch.equal(loaded(X), base(X))
 
 
-@pytest.mark.parametrize("how", ["master", "fp8"])
-@pytest.mark.parametrize(("layout", "recipe"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "recipe", "how"), [(*case, ("master", "fp8")[at % 2]) for at, case in enumerate(CASES)], ids=str
+)
 @pytest.mark.filterwarnings("ignore:export. readers will scale each input")
 def test_an_embedding_and_a_head(layout: str | None, recipe: Recipe, how: str, tmp_path: Path) -> None:
     tokens = torch.arange(24)
@@ -168,26 +166,6 @@ def test_an_embedding_and_a_head(layout: str | None, recipe: Recipe, how: str, t
             assert torch.equal(loaded(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("layout", "recipe"), CASES[3:], ids=str)
-def test_the_head_of_a_model_of_transformers(layout: str | None, recipe: Recipe, frozen: bool, tmp_path: Path) -> None:
-    model = convert(model_of("llama", tie_word_embeddings=True), recipe).eval()
-    weight, tokens = model.lm_head.weight.detach().clone(), torch.arange(12).view(2, 6)
-    export(model, tmp_path, layout=layout)
-    saved = tensors_of(tmp_path)
-    assert "lm_head.weight" not in saved
-    assert torch.equal(saved["model.embed_tokens.weight"], weight)
-    with torch.device("meta"):
-        empty = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    loaded = load_exported(empty, tmp_path, frozen=frozen)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded.lm_head.weight, weight)
-    if layout is not None or recipe.current.blocks:
-        convert(model, ignore_modules=("lm_head",))
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-
-
 class Transposed(nn.Module):
     """A weight that one layer stores as ``[K, N]`` and the other as ``[N, K]``, as in an autoencoder."""
 
@@ -200,8 +178,7 @@ class Transposed(nn.Module):
         return self.decode(self.encode(x).tanh())
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES[:3], ids=repr)
+@pytest.mark.parametrize(("recipe", "frozen"), [*zip(RECIPES[:3], (True, False, True))], ids=str)
 def test_a_weight_and_its_transpose(recipe: Recipe, frozen: bool, tmp_path: Path) -> None:
     model = trained(made(Transposed, 0), X, recipe, "master")
     export(model, tmp_path)

@@ -7,7 +7,6 @@ import json
 import shutil
 import warnings
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, export, load_exported
-from lightning_fp8.modules.fp8_parameter import from_codes
 
 
 def config_of(folder: Path) -> Any:
@@ -64,8 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor": {"kind": "tensor"},
     "tensor, static": {"kind": "tensor", "static": True},
     "row": {"kind": "row"},
-    "row, scales in bf16": {"kind": "row", "scale_dtype": torch.bfloat16},
-    "block": {"kind": "block"},
     "block, scales in bf16": {"kind": "block", "scale_dtype": torch.bfloat16},
     "three files": {"kind": "block", "shards": 3},
     "as transformers, static": {"kind": "tensor", "layout": "hf-fp8", "static": True},
@@ -161,8 +157,9 @@ def test_dtype_is_that_of_tensors_outside_of_fp8(tmp_path: Path) -> None:
     assert config_of(tmp_path / "written") == {**config_of(tmp_path / "read"), "dtype": "float32"}
 
 
-@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [*zip(KINDS, (DelayedScaling(), MXScaling(), CurrentScaling(), BlockScaling()))], ids=str
+)
 def test_after_training_with_any_recipe(kind: str, recipe: Any, tmp_path: Path) -> None:
     """Histories of inputs and a step of the optimizer change nothing of a base."""
     write_base(tmp_path / "read", kind, static=kind == "tensor")
@@ -213,7 +210,14 @@ def test_rows_have_a_place_in_one_layout_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "scale_dtype"), [*product(KINDS[:3], [torch.float32, torch.bfloat16]), ("group", torch.uint8)]
+    ("kind", "scale_dtype"),
+    [
+        ("tensor", torch.float32),
+        ("row", torch.bfloat16),
+        ("block", torch.float32),
+        ("block", torch.bfloat16),
+        ("group", torch.uint8),
+    ],
 )
 def test_what_has_changed_is_rounded_again_and_named(kind: str, scale_dtype: torch.dtype, tmp_path: Path) -> None:
     write_base(tmp_path / "read", kind, shards=2, scale_dtype=scale_dtype)
@@ -258,29 +262,6 @@ def test_values_that_were_loaded_since(kind: str, tmp_path: Path) -> None:
     assert (values(written[DOWN], written[DOWN + suffix]) - other[DOWN].float()).norm() < 0.06 * other[
         DOWN
     ].float().norm()
-
-
-def test_codes_with_other_scales(tmp_path: Path) -> None:
-    write_base(tmp_path / "read", "block")
-    model = load_exported(llama(), tmp_path / "read", frozen=True)
-    layer = model.get_submodule(DOWN.removesuffix(".weight"))
-    layer.weight = from_codes(layer.weight.payload, layer.weight.scale_inv * 3, torch.bfloat16, "down")
-    with pytest.warns(UserWarning, match="1 tensors have changed since"):
-        export(model, tmp_path / "written")
-    expected = layer.weight.dequantized().float()
-    found = tensors_of(tmp_path / "written")
-    assert (values(found[DOWN], found[f"{DOWN}_scale_inv"]) - expected).norm() < 0.03 * expected.norm()
-
-
-def test_a_model_that_was_read_again_without_frozen_is_exported_as_its_own(tmp_path: Path) -> None:
-    write_base(tmp_path / "read", "block")
-    model = load_exported(llama(), tmp_path / "read", frozen=True)
-    convert(model, frozen_weights="master")
-    load_exported(model, tmp_path / "read")
-    export(model, tmp_path / "written", layout="compressed-tensors")
-    # the recipe's scales, computed from the values: those of the file leave room
-    found, read = (tensors_of(tmp_path / folder) for folder in ("written", "read"))
-    assert (found[f"{DOWN}_scale"] < read[f"{DOWN}_scale_inv"]).any()
 
 
 def test_other_tensors_than_those_of_the_checkpoint(tmp_path: Path) -> None:
@@ -350,7 +331,7 @@ def test_one_changed_expert(tmp_path: Path) -> None:
     assert different == [f"{changed}_scale_inv"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[2:])
 def test_a_base_that_has_got_masters_is_not_rounded_again(kind: str, tmp_path: Path) -> None:
     write_base(tmp_path / "read", kind)
     model = load_exported(llama(), tmp_path / "read", frozen=True)
@@ -365,10 +346,12 @@ def test_tensors_that_the_model_has_no_place_for_are_left_out(layout: str | None
     """Such as the layer of DeepSeek-V3 that predicts further tokens; the folder that was read is not needed."""
     tensors = quantized(published(model_of("deepseek_v3", torch.bfloat16)), "block", "weight_scale_inv").tensors
     extra = {"model.layers.61.eh_proj.weight": torch.randn(8, 8)}
+    # a buffer of old files
+    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     write(tmp_path / "read", {**tensors, **extra}, HF_FP8, model_of("deepseek_v3"), 2)
     model = load_exported(model_of("deepseek_v3", torch.bfloat16), tmp_path / "read", frozen=True)
     shutil.rmtree(tmp_path / "read")
-    with pytest.warns(UserWarning, match=r"has no place for are left out: model\.layers\.61\.eh_proj\.weight"):
+    with pytest.warns(UserWarning, match=r"are left out: .*rotary_emb\.inv_freq, model\.layers\.61\.eh_proj\.weight"):
         export(model, tmp_path / "written", layout=layout)
     names = {name.replace("_scale_inv", "_scale") if layout else name for name in tensors}
     assert {*all_of(tmp_path / "written")} == names

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from by_columns import padded, unpadded
-from fp8_numpy import cast_in_blocks, code_values
-from host_kernels import Guarded, HostKernel
-from mx_numpy import cast_in_mx, in_tiles
+from block_casts_on_host import CANONICAL, DTYPES, Inputs, Kind, Made, check, run
+from by_columns import padded
+from host_kernels import Guarded
 from torch import Tensor
 
 from kernels_cuda import block_casts
-from kernels_cuda.casts import SCALE_TILE, column_sum_tiles
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# two buffers per output, with different initial bytes: an element that differs afterwards was not written
-POISONS = (0x11, 0xEE)
-# zeros count as equal, as a sum of one of them has no sign
-CANONICAL = np.where(np.isnan(code_values("e4m3")), 0x7F, np.arange(256)).astype(np.uint8)
-CANONICAL[0x80] = 0
+# a sum of zeros has no sign
+NO_NEGATIVE_ZERO = CANONICAL.copy()
+NO_NEGATIVE_ZERO[0x80] = 0
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -41,147 +35,68 @@ CASES = [
 ]
 
 
-class Inputs(NamedTuple):
-    """What a variant takes."""
+def random_inputs(shape: tuple[int, int], activation: str, backward: bool, dtype: torch.dtype) -> Inputs:
+    """Of all magnitudes, in tensors whose rows are further apart."""
+    rows, columns = shape
+    wider = (0, 8, 3)[columns % 3]
 
-    x: Tensor
-    up: Tensor | None
-    dy: Tensor | None
+    def one(like: float) -> Tensor:
+        made = torch.randn(rows, columns + wider) * like * 2.0 ** torch.randint(-3, 3, (rows, 1))
+        return made.to(dtype)[:, :columns]
 
-    @classmethod
-    def random(cls, shape: tuple[int, int], activation: str, backward: bool, dtype: torch.dtype) -> Inputs:
-        """Of all magnitudes, in tensors whose rows are further apart."""
-        rows, columns = shape
-        wider = (0, 8, 3)[columns % 3]
-
-        def one(like: float) -> Tensor:
-            made = torch.randn(rows, columns + wider) * like * 2.0 ** torch.randint(-3, 3, (rows, 1))
-            return made.to(dtype)[:, :columns]
-
-        x, up, dy = one(3), one(1), one(1)
-        return cls(x, up if activation == "swiglu" else None, dy if backward else None)
-
-    def values(self, activation: str) -> list[Tensor]:
-        """By torch in fp64: the output, or the gradients."""
-        inner = [one.double().requires_grad_() for one in (self.x, self.up) if one is not None]
-        y = ACTIVATIONS[activation](*inner)
-        return [y.detach()] if self.dy is None else [*torch.autograd.grad(y, inner, self.dy.double())]
+    x, up, dy = one(3), one(1), one(1)
+    return Inputs(x, up if activation == "swiglu" else None, dy if backward else None)
 
 
-def kernel(family: str, activation: str, backward: bool, dtype: torch.dtype) -> HostKernel:
-    defines = block_casts.variant(dtype, activation, backward)
-    return HostKernel((family, defines), block_casts.layout(defines), block_casts.THREADS, 0)
+def by_torch(inputs: Inputs, activation: str) -> list[Tensor]:
+    """In fp64: the output, or the gradients."""
+    inner = [one.double().requires_grad_() for one in (inputs.x, inputs.up) if one is not None]
+    y = ACTIVATIONS[activation](*inner)
+    return [y.detach()] if inputs.dy is None else [*torch.autograd.grad(y, inner, inputs.dy.double())]
 
 
-class Made(NamedTuple):
-    """One tensor's outputs."""
-
-    y: Tensor
-    scales: Tensor
-    y_t: Tensor
-    scales_t: Tensor
-    sums: Tensor
-    amax: float
-
-
-def scale_shapes(family: str, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Of scales by rows and by columns, the long dimension last."""
-    down, across = -(-rows // 128), -(-columns // 128)
-    return ((down * across * SCALE_TILE,),) * 2 if family == "cast_mx" else ((across, rows), (down, columns))
-
-
-def run(launch: HostKernel, inputs: Inputs, power_of_two: bool = False) -> list[Made]:
-    """One launch, run twice, with different initial bytes in all outputs and guards around them."""
-    (rows, columns), (family, _) = inputs.x.shape, launch._function
-    results = []
-    dtype = torch.uint8 if family == "cast_mx" else torch.float32
-    for poison in POISONS:
-        guards, made = [], []
-        for _ in range(1 if inputs.up is None or inputs.dy is None else 2):
-            by_rows, by_columns = scale_shapes(family, rows, columns)
-            outputs = [
-                Guarded((rows, columns), torch.uint8, poison),
-                Guarded(by_rows, dtype, poison),
-                Guarded((columns, padded(rows)), torch.uint8, poison),
-                Guarded(by_columns, dtype, poison),
-                Guarded((column_sum_tiles(rows), columns), torch.float32, poison),
-            ]
-            y, scales, y_t, scales_t, sums = (one.tensor for one in outputs)
-            amax = torch.tensor([0.25, 0.0, 0.25])
-            stored = [one if one.dim() == 1 else one.t() for one in (scales, scales_t)]
-            recorded = torch.tensor([1]), amax
-            guards += outputs
-            made.append((block_casts.Result(recorded, (y, stored[0]), (y_t, stored[1]), sums), amax))
-        x, up, dy = inputs
-        if up is None:
-            block_casts.cast(launch, x, made[0][0], dy, power_of_two=power_of_two)
-        else:
-            of_up = None if dy is None else made[1][0]
-            block_casts.cast_gated(launch, x, up, made[0][0], dy, of_up, power_of_two)
-        assert all(one.unharmed() for one in guards), "written outside of an output"
-        assert all(amax[::2].tolist() == [0.25, 0.25] for _, amax in made)
-        results.append([Made(*one.by_rows, *one.by_columns, one.column_sums, amax[1].item()) for one, amax in made])
-    for first, second in zip(*results, strict=True):
-        for name, one, other in zip(Made._fields[:-1], first[:-1], second[:-1], strict=True):
-            assert one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes(), name
-    return results[0]
-
-
-def own_values(launch: HostKernel, inputs: Inputs) -> list[Tensor]:
+def own_values(kind: Kind, inputs: Inputs, activation: str) -> list[Tensor]:
     """What the kernel computes, bit for bit: column sums of one row. The last bits are not torch's."""
     one_row = Inputs(*(None if one is None else one.reshape(1, -1) for one in inputs))
-    return [made.sums.view(inputs.x.shape) for made in run(launch, one_row)]
+    made = run(kind, one_row, activation, (True, False, True), poisons=(0x11,))
+    return [one.sums.view(inputs.x.shape) for one in made]
 
 
-def check(family: str, values: Tensor, made: Made, power_of_two: bool = False) -> None:
-    """Codes and scales of both layouts are those of the values, and so are amax and sums."""
-    v = values.float().numpy()
-    for part, payload, scales in ((v, made.y, made.scales), (v.T, unpadded(made.y_t, len(v)), made.scales_t)):
-        if family == "cast_mx":
-            codes, inverse = cast_in_mx(part)
-            inverse = in_tiles(inverse)
-        else:
-            codes, inverse = cast_in_blocks(part, "e4m3", 1, power_of_2=power_of_two)
-        np.testing.assert_array_equal(scales.numpy(), inverse)
-        np.testing.assert_array_equal(CANONICAL[payload.numpy()], CANONICAL[codes])
-    np.testing.assert_equal(made.amax, float(np.abs(v).max()))
-    for partial, tile in zip(made.sums, values.double().split(128), strict=True) if len(made.sums) else ():
-        bound = tile.abs().sum(0) * len(tile) * 2.0**-24
-        assert ((partial.double() - tile.sum(0)).abs() <= bound).all()
+def check_all(kind: Kind, values: Tensor, made: Made) -> None:
+    check(kind, values, made, canonical=NO_NEGATIVE_ZERO)
+    np.testing.assert_equal(made.amax, values.abs().max().item())
 
 
 @pytest.mark.parametrize(("family", "activation", "backward", "dtype"), CASES)
 def test_casts_are_those_of_the_activation(family: str, activation: str, backward: bool, dtype: torch.dtype) -> None:
-    launch = kernel(family, activation, backward, dtype)
-    info = torch.finfo(dtype)
-    for number, shape in enumerate([(128, 128), (131, 270), (1, 1), (33, 8)]):
-        inputs = Inputs.random(shape, activation, backward, dtype)
-        values = own_values(launch, inputs)
+    kind, info = Kind(family), torch.finfo(dtype)
+    for number, shape in enumerate([(128, 128), (131, 140), (1, 1), (33, 8)]):
+        inputs = random_inputs(shape, activation, backward, dtype)
+        values = own_values(kind, inputs, activation)
         factors = [one.double().abs() + 1 for one in inputs[1:] if one is not None]
         slack = 2.0**-18 * math.prod(factors, start=torch.ones(()))
-        for own, exact in zip(values, inputs.values(activation), strict=True):
+        for own, exact in zip(values, by_torch(inputs, activation), strict=True):
             # a result of two operations, each rounded
             error = (own.double() - exact).abs()
             assert (error <= (1.1 + (activation == "swiglu")) * info.eps * exact.abs() + slack).all()
-        power_of_two = bool(number % 2)
-        for own, made in zip(values, run(launch, inputs, power_of_two), strict=True):
-            check(family, own, made, power_of_two)
+        kind = kind._replace(power_of_two=bool(number % 2) and not kind.in_mx)
+        for own, made in zip(values, run(kind, inputs, activation), strict=True):
+            check_all(kind, own, made)
 
 
 @pytest.mark.parametrize("family", ["cast_blocks", "cast_mx"])
 def test_special_numbers(family: str) -> None:
     """A block with inf or NaN, among them those of which the activation makes one; zeros and the smallest numbers."""
-    launch = kernel(family, "silu", False, torch.float32)
+    kind = Kind(family)
     for special in (math.inf, -math.inf, math.nan, 0.0, 1e-38, -200.0, 3e38):
         x = torch.randn(70, 150)
         x[:64, :64] = 0
         x[5, 7] = x[-1, -1] = special
-        inputs = Inputs(x, None, None)
-        (own,), (exact,) = own_values(launch, inputs), inputs.values("silu")
+        (own,), (exact,) = own_values(kind, Inputs(x), "silu"), by_torch(Inputs(x), "silu")
         assert torch.equal(own.isnan(), exact.isnan())
         assert torch.equal(own.isinf(), exact.float().isinf())
-        (made,) = run(launch, inputs)
-        check(family, own, made._replace(sums=made.sums[:0]))
+        (made,) = run(kind, Inputs(x), "silu")
+        check_all(kind, own, made._replace(sums=None))
 
 
 def halves(whole: Tensor, which: int, dim: int) -> Tensor:
@@ -192,12 +107,11 @@ def halves(whole: Tensor, which: int, dim: int) -> Tensor:
 @pytest.mark.parametrize("outputs", [(True, True, True), (True, False, False), (False, True, False)])
 def test_both_gradients_in_one_tensor(family: str, outputs: Sequence[bool]) -> None:
     """As of a layer that makes gate and up together: the halves of a tensor are cast as two tensors."""
-    rows, columns = 140, 128
-    inputs = Inputs.random((rows, columns), "swiglu", True, torch.float32)
-    launch = kernel(family, "swiglu", True, torch.float32)
-    apart = run(launch, inputs)
-    by_rows, by_columns = scale_shapes(family, rows, 2 * columns)
-    dtype = torch.uint8 if family == "cast_mx" else torch.float32
+    rows, columns, kind = 140, 128, Kind(family)
+    inputs = random_inputs((rows, columns), "swiglu", True, torch.float32)
+    apart = run(kind, inputs, "swiglu")
+    by_rows, by_columns = kind.scale_shapes(rows, 2 * columns)
+    dtype = torch.uint8 if kind.in_mx else torch.float32
     shapes = (rows, 2 * columns), by_rows, (2 * columns, padded(rows)), by_columns, (2, 2 * columns)
     types = torch.uint8, dtype, torch.uint8, dtype, torch.float32
     guards = [Guarded(shape, kind, 0x11) for shape, kind in zip(shapes, types, strict=True)]
@@ -211,12 +125,12 @@ def test_both_gradients_in_one_tensor(family: str, outputs: Sequence[bool]) -> N
         sums if outputs[2] else None,
     )
     x = torch.cat([inputs.x, inputs.up], 1)
-    block_casts.cast(launch, x, result, inputs.dy, gated=True)
+    block_casts.cast(kind.kernel(x.dtype, "swiglu", True), x, result, inputs.dy, gated=True)
     assert all(one.unharmed() for one in guards)
     assert amax.item() == max(one.amax for one in apart)
-    values = torch.cat(own_values(launch, inputs), 1)
     if all(outputs):
-        check(family, values, Made(y, stored[0], y_t, stored[1], sums, amax.item()))
+        values = torch.cat(own_values(kind, inputs, "swiglu"), 1)
+        check_all(kind, values, Made(y, stored[0], y_t, stored[1], sums, amax.item()))
     for which, one in enumerate(apart):
         assert not outputs[0] or torch.equal(halves(y, which, 1), one.y)
         assert not outputs[1] or torch.equal(halves(y_t, which, 0), one.y_t)
@@ -254,5 +168,5 @@ def test_gates_round_where_torchs_operators_do(dtype: torch.dtype, backward: boo
     y = F.silu(gate) * up
     expected = torch.autograd.grad(y, [gate, up], dy) if backward else [y]
     inputs = Inputs(gate.detach(), up.detach(), dy.detach() if backward else None)
-    for one, other in zip(own_values(kernel("cast_blocks", "swiglu", backward, dtype), inputs), expected, strict=True):
+    for one, other in zip(own_values(Kind("cast_blocks"), inputs, "swiglu"), expected, strict=True):
         assert (one.to(dtype) == other).float().mean() > 0.99

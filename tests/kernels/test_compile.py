@@ -9,8 +9,10 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -31,15 +33,7 @@ from kernels_cuda.compile import (
     source_key,
 )
 
-ARCHITECTURES = ["sm_89", "sm_90a", "sm_100a", "sm_120a"]
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }\n'
-# what a process without this test's monkeypatches compiles
-SCRIPT = f"""
-import sys
-import kernels_cuda.compile as kernels_compile
-kernels_compile.source = lambda family: {KERNEL!r}
-kernels_compile.headers = dict
-"""
 
 
 class Compiler:
@@ -80,11 +74,6 @@ def fresh_version() -> Iterator[None]:
     nvrtc_version.cache_clear()
 
 
-def run(script: str, folder: Path, **keywords: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", SCRIPT + script], env=environment, text=True, **keywords)
-
-
 # --- architectures and compilation ---
 
 
@@ -95,7 +84,7 @@ def test_architecture() -> None:
         architecture((8, 6))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120a"])
 def test_cubin_is_a_complete_elf(arch: str) -> None:
     cubin, log = compile_source("twice", KERNEL, arch)
     assert cubin.startswith(b"\x7fELF")
@@ -119,51 +108,32 @@ def test_division_is_ieee_and_denormals_are_kept(monkeypatch: pytest.MonkeyPatch
     assert ".ftz" not in str(ptx[0])
 
 
-HEADERS = {"first.cuh": "// nothing here\n", "second.cuh": "__device__ int g() { return nowhere; }\n// end"}
-# the source, its headers, what the message says, and the numbered lines in it
-ERRORS: dict[str, tuple[str, dict[str, str], str, list[str]]] = {
+# the source, what the message says, and the numbered lines in it
+ERRORS: dict[str, tuple[str, str, list[str]]] = {
     "in the source": (
         "// 1\n// 2\n__device__ void f() {\n    int y = undeclared;\n}\n// 6\n",
-        {"unused.cuh": "\n" * 9},
         'broken.cu(4): error: identifier "undeclared" is undefined',
         ["     3 | __device__ void f() {", ">    4 |     int y = undeclared;", "     5 | }"],
     ),
     "in a header": (
         '#include "first.cuh"\n#include "second.cuh"\n__device__ int f() { return g() + nothing; }\n',
-        HEADERS,
         "second.cuh, line 1:",
         [">    1 | __device__ int g() { return nowhere; }", "     2 | // end"],
     ),
-    "a missing header": (
-        '#include "nowhere.cuh"',
-        {},
-        'cannot open source file "nowhere.cuh"',
-        ['>    1 | #include "nowhere.cuh"'],
-    ),
-    "in a file that is not known": (
-        '#line 7 "elsewhere"\nint f() { return nonsense; }',
-        {},
-        'elsewhere(7): error: identifier "nonsense"',
-        [],
-    ),
-    "without a line": (
-        '__global__ void f() { asm volatile("bogus;"); }',
-        {},
-        "Not a name of any known instruction: 'bogus'",
-        [],
-    ),
+    "in a file that is not known": ('#line 7 "elsewhere"\nint f() { return nonsense; }', "elsewhere(7): error", []),
+    "without a line": ('__global__ void f() { asm volatile("bogus;"); }', "'bogus'", []),
 }
 
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_error_shows_the_offending_line(error: str) -> None:
-    source, included, said, lines = ERRORS[error]
+    source, said, lines = ERRORS[error]
+    headers = {"first.cuh": "// nothing\n", "second.cuh": "__device__ int g() { return nowhere; }\n// end"}
     with pytest.raises(CompileError) as caught:
-        compile_source("broken", source, "sm_90a", ["TILE=64"], included)
-    message = str(caught.value)
-    for part in ("kernel family 'broken' for sm_90a", "-arch=sm_90a --std=c++17 --ptxas-options=-v -DTILE=64", said):
-        assert part in message
-    assert re.findall(r"^[> ] +\d+ \|.*$", message, re.MULTILINE) == lines
+        compile_source("broken", source, "sm_90a", ["TILE=64"], headers)
+    for part in ("'broken' for sm_90a", "-DTILE=64", said):
+        assert part in str(caught.value)
+    assert re.findall(r"^[> ] +\d+ \|.*$", str(caught.value), re.MULTILINE) == lines
 
 
 def test_a_family_of_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +150,7 @@ def test_a_family_of_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_compiles_once(compiler: Compiler, folder: Path) -> None:
     path = compiled("twice", "sm_89")
-    content, version = path.read_bytes(), "{}.{}".format(*nvrtc_version())
-    digest = hashlib.sha256(content).hexdigest()
-    assert path == folder / f"twice-sm_89-nvrtc{version}-{source_key('twice', 'sm_89')[:16]}-{digest[:16]}.cubin"
-    assert content.startswith(b"\x7fELF")
+    assert path.read_bytes().startswith(b"\x7fELF")
     assert compiled("twice", "sm_89") == path
     assert compiler.calls == 1
     assert list(folder.iterdir()) == [path]
@@ -251,19 +218,17 @@ def test_a_file_that_another_process_wrote_meanwhile_is_left_alone(
     assert set(folder.iterdir()) == {path, other}
 
 
-def test_eight_processes_at_once(folder: Path) -> None:
-    script = "print(flush=True); input(); print(kernels_compile.compiled('twice', 'sm_89'))"
-    processes = [run(script, folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)]
-    for process in processes:
-        process.stdout.readline()
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    paths = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 8
+def test_eight_threads_at_once(compiler: Compiler, folder: Path) -> None:
+    together = threading.Barrier(8, timeout=60)
+
+    def compile_with_others(_: int) -> Path:
+        together.wait()
+        return compiled("twice", "sm_89")
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = [*pool.map(compile_with_others, range(8))]
     (path,) = folder.iterdir()
-    assert paths == [str(path)] * 8
-    assert hashlib.sha256(path.read_bytes()).hexdigest()[:16] == path.stem[-16:]
+    assert paths == [path] * 8
 
 
 def test_writing_is_seen_whole_or_not_at_all(compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,11 +289,11 @@ def test_unusable_folder(compiler: Compiler, folder: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         TROUBLES[said](folder, patched)
         place = str(cache_folder())
-        with pytest.warns(UserWarning, match="set LIGHTNING_FP8_CACHE_DIR to a writable folder") as warned:
+        with pytest.warns(UserWarning, match="LIGHTNING_FP8_CACHE_DIR") as warned:
             path = compiled("twice", "sm_89")
-        assert [warning.filename for warning in warned] == [__file__]
-        assert place in str(warned[0].message)
-        assert said in str(warned[0].message)
+        (message,) = (str(one.message) for one in warned)
+        assert place in message
+        assert said in message
         assert path.read_bytes().startswith(b"\x7fELF")
         assert path.parent not in (folder, folder.parent)
         with warnings.catch_warnings():
@@ -355,8 +320,10 @@ def test_a_cubin_in_a_read_only_folder_is_used(compiler: Compiler, monkeypatch: 
 def test_private_folder_goes_with_its_process(tmp_path: Path) -> None:
     """A forked child does not remove it, and gets its own folder for what it compiles."""
     (tmp_path / "file").write_text("")
-    script = """
-import os, warnings
+    script = f"""
+import os, sys, warnings
+import kernels_cuda.compile as kernels_compile
+kernels_compile.source, kernels_compile.headers = lambda family: {KERNEL!r}, dict
 warnings.simplefilter("ignore")
 first = kernels_compile.compiled('twice', 'sm_89')
 child = os.fork()
@@ -368,9 +335,9 @@ assert os.waitpid(child, 0)[1] == 0
 assert first.exists()
 print(first.parent)
 """
-    process = run(script, tmp_path / "file", stdout=subprocess.PIPE)
-    child, parent = process.communicate(timeout=60)[0].split()
-    assert process.returncode == 0
+    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "file"), "PYTHONPATH": str(ROOT)}
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    child, parent = said.stdout.split()
     assert child != parent
     assert not Path(child).exists()
     assert not Path(parent).exists()
@@ -379,93 +346,70 @@ print(first.parent)
 # --- the toolchain ---
 
 
-@pytest.mark.parametrize(
-    ("built_for", "commands"),
-    [
-        ("13.0", ["pip install cupy-cuda13x"]),
-        ("12.8", ["pip install cupy-cuda12x"]),
-        (None, ["pip install cupy-cuda13x", "pip install cupy-cuda12x"]),
-    ],
-)
+def commands(error: pytest.ExceptionInfo[KernelsUnavailable]) -> list[str]:
+    return re.findall("`(.*?)`", str(error.value))
+
+
+@pytest.mark.parametrize("built_for", ["13.0", "12.8", None])
 @pytest.mark.usefixtures("fresh_version")
-def test_without_cupy(monkeypatch: pytest.MonkeyPatch, built_for: str | None, commands: list[str]) -> None:
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch, built_for: str | None) -> None:
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", None)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    with pytest.raises(KernelsUnavailable, match="CuPy, which is not installed") as caught:
+    with pytest.raises(KernelsUnavailable, match="CuPy") as caught:
         compile_source("twice", KERNEL, "sm_89")
-    assert re.findall("`(.*?)`", str(caught.value)) == commands
+    assert commands(caught) == [f"pip install cupy-cuda{at}x" for at in ("13", "12") if at in (built_for or at)]
 
 
-@pytest.mark.parametrize(
-    ("cupy_version", "command", "error"),
-    [
-        (13020, "pip install nvidia-cuda-nvrtc", RuntimeError),
-        (12090, "pip install nvidia-cuda-nvrtc-cu12", OSError),
-    ],
-)
 @pytest.mark.usefixtures("fresh_version")
-def test_without_nvrtc(
-    monkeypatch: pytest.MonkeyPatch, cupy_version: int, command: str, error: type[Exception]
-) -> None:
+def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise error("libnvrtc.so.13:\n cannot open")
+        raise OSError("libnvrtc.so.13:\n cannot open")
 
     monkeypatch.setattr(import_module("cupy_backends.cuda.libs.nvrtc"), "getVersion", missing)
-    monkeypatch.setattr(import_module("cupy_backends.cuda.api.driver"), "get_build_version", lambda: cupy_version)
+    monkeypatch.setattr(import_module("cupy_backends.cuda.api.driver"), "get_build_version", lambda: 12090)
     loads: list[str] = []
     monkeypatch.setattr("kernels_cuda.compile.ctypes.CDLL", lambda path, mode: loads.append(path))
-    with pytest.raises(KernelsUnavailable, match="NVRTC, whose library is missing or cannot be loaded") as caught:
+    with pytest.raises(KernelsUnavailable, match="OSError: libnvrtc") as caught:
         nvrtc_version()
     # the library of the installed wheel has been tried
     assert any("libnvrtc.so." in path for path in loads)
-    assert re.findall("`(.*?)`", str(caught.value)) == [command]
-    assert f"({error.__name__}: libnvrtc.so.13: cannot open)" in str(caught.value)
+    assert commands(caught) == ["pip install nvidia-cuda-nvrtc-cu12"]
 
 
 @pytest.mark.parametrize(
-    ("cupy_version", "version", "command"),
+    ("cupy_version", "version", "wheels"),
     [
-        (12090, (12, 3), "pip install --upgrade cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
-        (11080, (11, 8), "pip install --upgrade cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
+        (11080, (11, 8), "cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
         # CuPy takes an older NVRTC if it finds no newer one
-        (13020, (12, 3), "pip install --upgrade cupy-cuda13x nvidia-cuda-nvrtc"),
+        (13020, (12, 3), "cupy-cuda13x nvidia-cuda-nvrtc"),
     ],
 )
 @pytest.mark.usefixtures("fresh_version")
-def test_old_nvrtc(monkeypatch: pytest.MonkeyPatch, cupy_version: int, version: tuple[int, int], command: str) -> None:
+def test_old_nvrtc(monkeypatch: pytest.MonkeyPatch, cupy_version: int, version: tuple[int, int], wheels: str) -> None:
     monkeypatch.setattr(import_module("cupy_backends.cuda.libs.nvrtc"), "getVersion", lambda: version)
     monkeypatch.setattr(import_module("cupy_backends.cuda.api.driver"), "get_build_version", lambda: cupy_version)
-    with pytest.raises(KernelsUnavailable, match=rf"12\.4 or newer; {version[0]}\.{version[1]} was found") as caught:
+    with pytest.raises(KernelsUnavailable, match=rf"12\.4 or newer; {version[0]}\.{version[1]}") as caught:
         nvrtc_version()
-    assert re.findall("`(.*?)`", str(caught.value)) == [command]
+    assert commands(caught) == [f"pip install --upgrade {wheels}"]
+
+
+NEWER = ["pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc", "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"]
 
 
 @pytest.mark.parametrize(
-    ("driver", "nvrtc", "commands"),
+    ("driver", "nvrtc", "said", "mend"),
     [
-        (12080, (12, 8), None),
-        (13000, (13, 5), None),
-        (14000, (13, 0), None),
-        (
-            12080,
-            (13, 5),
-            ["pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc", "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"],
-        ),
-        (11080, (12, 9), []),
+        (12080, (12, 8), None, []),
+        (13000, (13, 5), None, []),
+        (14000, (13, 0), None, []),
+        (12080, (13, 5), r"CUDA 12\.8 .*13\.5", NEWER),
+        (11080, (12, 9), "Update the driver", []),
+        (0, (13, 5), "none was found", []),
     ],
 )
-def test_drivers(driver: int, nvrtc: tuple[int, int], commands: list[str] | None) -> None:
-    if commands is None:
+def test_drivers(driver: int, nvrtc: tuple[int, int], said: str | None, mend: list[str]) -> None:
+    if said is None:
         return check_driver(driver, nvrtc)
-    with pytest.raises(KernelsUnavailable, match="Update the driver") as caught:
+    with pytest.raises(KernelsUnavailable, match=said) as caught:
         check_driver(driver, nvrtc)
-    assert re.findall("`(.*?)`", str(caught.value)) == commands
-    assert re.findall(r"\d+\.\d+", str(caught.value)) == [
-        f"{driver // 1000}.{driver % 1000 // 10}",
-        "{}.{}".format(*nvrtc),
-    ]
-
-
-def test_no_driver() -> None:
-    with pytest.raises(KernelsUnavailable, match="NVIDIA driver, and none was found"):
-        check_driver(0, (13, 5))
+    assert commands(caught) == mend

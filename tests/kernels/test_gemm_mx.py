@@ -133,8 +133,6 @@ def test_nan_stays_in_its_row_or_column() -> None:
 
 # --- for its GPUs -----------------------------------------------------------------------------------------------------
 
-ARCHITECTURES = ("sm_120a", "sm_121a")
-
 
 def family(output: torch.dtype) -> Family:
     return CONFIGURATION.family, variant(CONFIGURATION, "e4m3", "e4m3", output, False, 1)
@@ -143,25 +141,23 @@ def family(output: torch.dtype) -> Family:
 FAMILY = family(torch.bfloat16)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16])
-def test_compiles_without_spills(output: torch.dtype, arch: str) -> None:
-    registers, static_bytes = resources(compiled(family(output), arch)[1])
+def test_compiles_without_spills(output: torch.dtype) -> None:
+    registers, static_bytes = resources(compiled(family(output), "sm_120a")[1])
     # two blocks on a multiprocessor
     assert registers * CONFIGURATION.threads * 2 <= 1 << 16
     assert (CONFIGURATION.shared_bytes + static_bytes + 1024) * 2 <= 100 << 10
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_instructions(arch: str) -> None:
-    found = instructions(FAMILY, arch)
+def test_instructions() -> None:
+    found = instructions(FAMILY, "sm_120a")
     assert count(found, r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8") == count(found, r".MMA\..*") == 32, found
     assert not count(found, r"(LDL|STL|CALL)\b.*"), "local memory"
     # of 128 along K, once before the loop and once in it
     assert count(found, r"LDG\.E\.64") == 2, found
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
 def test_each_mma_has_the_scales_of_its_rows(arch: str) -> None:
     """The last operand selects them: 2 bits for the byte of a, 1 for its lanes, 2 for the byte of b, 2 for its lane."""
     lines, labels = program(FAMILY, arch)

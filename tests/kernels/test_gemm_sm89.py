@@ -15,6 +15,7 @@ import torch
 from fp8_numpy import code_values, saturating_cast
 from gemm_cases import FORMAT_PAIRS as PAIRS
 from host_kernels import Guarded, HostKernel, at_the_edge
+from pairwise import pairwise
 from sass import compiled, count, instructions, resources
 from tensor_cores import ADA, SM120, TensorCores
 from torch import Tensor
@@ -178,9 +179,9 @@ def test_sums_are_those_of_the_tensor_cores(promote: bool, formats: tuple[str, s
         assert (k <= 128) == torch.equal(expected, other) or cores is SM120
 
 
-@pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize(
-    ("m", "n", "k", "splits"), [(130, 129, 400, 1), (130, 129, 400, 3), (7, 200, 400, 2), (129, 5, 144, 2)]
+    ("m", "n", "k", "splits", "promote"),
+    [(130, 129, 400, 1, True), (130, 129, 400, 3, False), (7, 200, 400, 2, True), (129, 5, 144, 2, False)],
 )
 def test_splits(m: int, n: int, k: int, splits: int, promote: bool) -> None:
     """Each split writes the sums of its steps of 128 to its own rows, and nothing else."""
@@ -207,10 +208,9 @@ def test_splits(m: int, n: int, k: int, splits: int, promote: bool) -> None:
 
 
 @pytest.mark.parametrize("output", DTYPES)
-@pytest.mark.parametrize("bias_dtype", [None, *DTYPES])
-def test_epilogue_is_exact(bias_dtype: torch.dtype | None, output: torch.dtype) -> None:
+def test_epilogue_is_exact(output: torch.dtype) -> None:
     """With a single mma every operation and rounding is known, so results are bit-identical, with even and odd n."""
-    for n in (140, 141):
+    for n, bias_dtype in itertools.product((140, 141), (None, *DTYPES)):
         problem = Problem(150, n, 32, PAIRS[0])
         # as large as the products: if they cancel, an unrounded bias shows
         bias = None if bias_dtype is None else (5 * torch.randn(n)).to(bias_dtype)
@@ -222,9 +222,8 @@ def test_epilogue_is_exact(bias_dtype: torch.dtype | None, output: torch.dtype) 
         assert torch.equal(out, expected.to(output))
 
 
-@pytest.mark.parametrize("output", DTYPES)
-def test_nothing_behind_out_and_bias_is_read(output: torch.dtype) -> None:
-    for n in (7, 8):
+def test_nothing_behind_out_and_bias_is_read() -> None:
+    for n, output in itertools.product((7, 8), DTYPES):
         problem = Problem(5, n, 32, PAIRS[0])
         kernel = host_kernel(chosen(False), problem.formats, output, False)
         out = at_the_edge(torch.empty(5, 8, dtype=output))[:, :n]
@@ -244,10 +243,8 @@ def test_scales_of_a_finite_product() -> None:
 SPECIAL = {"e4m3": (0x7F, 0xFF), "e5m2": (0x7C, 0xFC, 0x7D, 0xFF)}
 
 
-@pytest.mark.parametrize("promote", [False, True])
-@pytest.mark.parametrize("formats", PAIRS)
-@pytest.mark.parametrize("k", [48, 144])
-def test_nan_and_inf_stay_in_their_rows_and_columns(k: int, formats: tuple[str, str], promote: bool) -> None:
+@pytest.mark.parametrize(("formats", "promote", "k"), pairwise(PAIRS, [False, True], [48, 144]))
+def test_nan_and_inf_stay_in_their_rows_and_columns(formats: tuple[str, str], promote: bool, k: int) -> None:
     """As in fp64. Their neighbours, the padding of K and the memory between rows have no effect."""
     problem = Problem(150, 140, k, formats, apart=32)
     for codes, format, first in ((problem.a_codes, formats[0], 0), (problem.b_codes, formats[1], 5)):
@@ -274,6 +271,7 @@ def test_nan_and_inf_stay_in_their_rows_and_columns(k: int, formats: tuple[str, 
 ARCHITECTURES = ("sm_89", "sm_120a")
 # registers depend on the output and on promotion; a format changes the name of one instruction
 EVERY = [(PAIRS[at % 3], *of) for at, of in enumerate(itertools.product(DTYPES, (False, True)))]
+GROUPED = ((False, "rows"), (True, "rows"), (True, "depth"))
 REGISTERS, SHARED_BYTES = 1 << 16, 100 << 10
 Chosen = tuple[tuple[str, str], torch.dtype, bool]
 
@@ -282,35 +280,32 @@ def definitions(formats: tuple[str, str], output: torch.dtype, promote: bool) ->
     return variant(chosen(promote), *formats, output, promote)
 
 
+def in_blocks(b_scale_rows: int) -> tuple[str, ...]:
+    return variant(chosen(True), "e4m3", "e4m3", torch.float32, True, b_scale_rows)
+
+
+def in_groups(promote: bool, grouped: str, output: torch.dtype) -> tuple[str, ...]:
+    return variant(chosen(promote), "e4m3", "e4m3", output, promote, grouped=grouped)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("one", EVERY, ids=str)
-def test_compiles_without_spills(one: Chosen, arch: str) -> None:
-    registers, static_bytes = resources(compiled(("gemm_sm89", definitions(*one)), arch)[1])
-    configuration = chosen(one[2])
+@pytest.mark.parametrize(
+    ("defines", "promote"),
+    [
+        *((definitions(*one), one[2]) for one in EVERY),
+        # the epilogue is the same as in the others
+        *((in_blocks(rows), True) for rows in (1, 128)),
+        *((in_groups(*one, output), one[0]) for one, output in zip(GROUPED, DTYPES, strict=True)),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(defines: tuple[str, ...], promote: bool, arch: str) -> None:
+    registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
+    configuration = chosen(promote)
     # two blocks per multiprocessor, with PROMOTE one; 1 KB of a block's shared memory is reserved by the system
-    blocks = 1 if one[2] else 2
+    blocks = 1 if promote else 2
     assert registers * configuration.threads * blocks <= REGISTERS
     assert (configuration.shared_bytes + static_bytes + 1024) * blocks <= SHARED_BYTES
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("b_scale_rows", [1, 128])
-def test_blocks_compile_without_spills(b_scale_rows: int, arch: str) -> None:
-    # the epilogue is the same as in the others
-    defines = variant(chosen(True), "e4m3", "e4m3", torch.float32, True, b_scale_rows)
-    registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
-    assert registers * chosen(True).threads <= REGISTERS
-    assert static_bytes == 0
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("output", DTYPES, ids=str)
-@pytest.mark.parametrize(("promote", "grouped"), [(False, "rows"), (True, "rows"), (True, "depth")])
-def test_groups_compile_without_spills(promote: bool, grouped: str, output: torch.dtype, arch: str) -> None:
-    defines = variant(chosen(promote), "e4m3", "e4m3", output, promote, grouped=grouped)
-    registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
-    assert registers * chosen(promote).threads * (1 if promote else 2) <= REGISTERS
-    assert static_bytes == 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

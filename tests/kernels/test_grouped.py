@@ -7,7 +7,6 @@ stages and barriers are covered by the tests of the plain GEMMs.
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ from fp8_numpy import power_of_two_below
 from gemm_cases import DTYPES
 from gemm_on_host import POISON, Chosen
 from host_kernels import Guarded, HostKernel, at_the_edge, host_tensor_map
-from sass import parameters
+from pairwise import pairwise
 from torch import Tensor
 
 from kernels_cuda import casts, gemm
-from kernels_cuda.gemm_variants import configurations, grouped_configuration, variant
+from kernels_cuda.gemm_variants import configurations, grouped_configuration
 from lightning_fp8.ops.cuda import self_test_gemm
 from lightning_fp8.ops.operand import ScaleFrom
 
@@ -107,7 +106,7 @@ def chosen(
 
 def named(value: object) -> str | None:
     if isinstance(value, Routing):
-        return f"{'-'.join(map(str, value.sizes))} and {value.unused}"
+        return "-".join(map(str, value.sizes))
     if isinstance(value, Chosen):
         return f"{value.configuration.family} {value.output} {'promoted' if value.promote else 'fast'}".replace(
             "torch.", ""
@@ -178,17 +177,15 @@ def check_by_rows(
         assert torch.equal(out[first:end], expected.to(one.output)), group
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=named)
 @pytest.mark.parametrize("one", BY_ROWS, ids=named)
-def test_rows_are_multiplied_with_the_matrix_of_their_group(one: Chosen, routing: Routing) -> None:
-    for n, k in ((128, 128), (144, 400), (16, 16), (272, 144)):
+def test_rows_are_multiplied_with_the_matrix_of_their_group(one: Chosen) -> None:
+    for routing, n, k in pairwise(ROUTINGS, [128, 144, 16, 272], [128, 400, 16, 144]):
         check_by_rows(one, routing, n, k)
 
 
-@pytest.mark.parametrize("bias_dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("one", BY_ROWS, ids=named)
-def test_each_group_has_its_bias(one: Chosen, bias_dtype: torch.dtype) -> None:
-    for routing in ROUTINGS[:2]:
+def test_each_group_has_its_bias(one: Chosen) -> None:
+    for routing, bias_dtype in zip((*ROUTINGS[:2], ROUTINGS[0]), (BF16, FP16, FP32), strict=True):
         check_by_rows(one, routing, 144, 48, bias_dtype)
 
 
@@ -228,16 +225,12 @@ def check_by_depth(one: Chosen, routing: Routing, m: int, n: int, late: bool = T
         assert (first < end) == bool(expected.any())
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=named)
 @pytest.mark.parametrize("one", BY_DEPTH, ids=named)
-def test_each_group_has_the_sum_over_its_rows(one: Chosen, routing: Routing) -> None:
-    for m, n in ((64, 144), (192, 16), (128, 128), (320, 272)):
+def test_each_group_has_the_sum_over_its_rows(one: Chosen) -> None:
+    for routing, (m, n) in itertools.product(ROUTINGS, ((64, 144), (192, 16), (128, 128), (320, 272))):
         check_by_depth(one, routing, m, n)
-
-
-@pytest.mark.parametrize("one", BY_DEPTH[3:], ids=named)
-def test_any_number_of_rows_on_ada(one: Chosen) -> None:
-    for m in (16, 80, 144):
+    # on Ada any number of rows
+    for m in (16, 80, 144) if one in BY_DEPTH[3:] else ():
         check_by_depth(one, ROUTINGS[0], m, 48)
 
 
@@ -391,13 +384,3 @@ def test_a_gradient_of_an_activation_has_a_scale_for_each_group() -> None:
         assert_codes(made[first:end], gradient, SCALES[place], "e5m2")
         assert amax[place] == gradient.abs().max()
     assert torch.equal(scale_inv, 1 / SCALES[places(2)])
-
-
-# --- the argument struct ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("one", "arch"), [(BY_ROWS[0], "sm_90a"), (BY_DEPTH[3], "sm_89")], ids=["sm_90a", "sm_89"])
-def test_the_parameter_is_the_hosts_struct(one: Chosen, arch: str) -> None:
-    defines = variant(one.configuration, *one.formats, one.output, one.promote, grouped=one.grouped)
-    *_, ((_, size),) = parameters((one.configuration.family, defines), arch)
-    assert size == struct.calcsize(one.configuration.grouped_layout)

@@ -11,9 +11,8 @@ import torch
 from host_kernels import VARIANTS
 from sass import Family, compiled, count, instructions, listing, name, parameters, program, resources
 
-from kernels_cuda import block_casts, source
+from kernels_cuda import block_casts
 from kernels_cuda.casts import INPUTS, variant, weights_variant
-from kernels_cuda.compile import headers
 from kernels_cuda.launch import _ARGUMENT_BYTES
 from lightning_fp8.ops.cuda import kernels
 
@@ -140,13 +139,25 @@ def test_instructions(family: Family, arch: str) -> None:
     assert count(found, rf"{ATOMIC}\.E\.MAX\..*") == count(found, rf"{ATOMIC}\..*") == maxima, found
 
 
-@pytest.mark.parametrize(("activation", "most"), [("none", 13), ("relu", 14), ("gelu", 25), ("silu", 18)])
-def test_a_cast_costs_an_element_at_most(activation: str, most: float) -> None:
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [
+        *((casts(torch.bfloat16, "e4m3", *one), most) for *one, most in (("none", 13), ("gelu", 25), ("silu", 18))),
+        # in blocks of 128 this thread computes no scale; in MX each does
+        (BF16_BLOCKS, 15.7),
+        (BF16_MX, 17.5),
+    ],
+    ids=lambda value: name(value) if isinstance(value, tuple) else None,
+)
+def test_a_cast_costs_an_element_at_most(family: Family, most: float) -> None:
     """Instructions per thread in a whole tile, with all outputs, if the scale is known; a thread casts 32 elements."""
-    lines, labels = program(casts(torch.bfloat16, "e4m3", activation), "sm_90a")
+    lines, labels = program(family, "sm_90a")
     passed, place = 0, 0
     # landmarks that only a whole tile passes, in order; between them the shortest path is taken
-    for landmark in (r"LDG\.E\.NA\.128", r"F2FP\.SATFINITE", r"STG\.E\.64", r"STG\.E\.128", r"REDUX", r"EXIT"):
+    landmarks = ["LDG.E.NA.128", "F2FP.SATFINITE", "STG.E.64", "STG.E.128", "REDUX", "EXIT"]
+    if family in IN_BLOCKS:
+        landmarks = ["LDG.E.NA.128", "SHFL", "BAR", "BAR", "STG.E.64", "STG.E.128", "EXIT"]
+    for landmark in landmarks:
         place, between = shortest_way(lines, labels, place, landmark)
         passed += between
     assert passed / 32 <= most
@@ -170,23 +181,38 @@ def shortest_way(lines: list[str], labels: dict[str, int], start: int, landmark:
     raise AssertionError(f"no way to {landmark}")
 
 
-@pytest.mark.parametrize("family", [BF16_BLOCKS, BF16_MX], ids=name)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+FUSED_TO_READ = [one for one in FUSED_BLOCKS if {"INPUT=Bf16"} < {*one[1]} and "ACTIVATION=Relu" not in one[1]]
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [
+        *((family, arch) for arch in ARCHITECTURES for family in (BF16_BLOCKS, BF16_MX)),
+        *((family, "sm_90a") for family in FUSED_TO_READ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name(value),
+)
 def test_casts_in_blocks(family: Family, arch: str) -> None:
-    found, in_mx = instructions(family, arch), family == BF16_MX
+    found, in_mx, plain = instructions(family, arch), family[0] == "cast_mx", family not in FUSED_TO_READ
+    gated, backward = "GATED=1" in family[1], "BACKWARD=1" in family[1]
+    casts_of = 1 + (gated and backward)
     assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
-    # bf16: four rows of eight elements per thread, 16 bytes at once, read once
-    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4, found
-    assert count(found, r"STG\.E\.64") == 4, found
+    # bf16: four rows of eight elements per thread, 16 bytes at once, each tensor read once
+    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4 * (1 + gated + backward), found
+    assert count(found, r"STG\.E\.64") == 4 * casts_of, found
     # in MX also the tiles of scales, by two warps at the same place
-    assert count(found, r"STG\.E\.128") == 2 + in_mx, found
+    assert count(found, r"STG\.E\.128") == (2 + in_mx) * casts_of, found
     # codes by rows and by columns differ
-    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == 16 * 2, found
-    assert count(found, r"F2FP\.SATFINITE\..*") == 16 * 2 + scales_in_e8m0(found, arch, 2 * in_mx), found
-    # maxima over a row in half a warp or four threads, and over two halves for columns, of two at once, and their sums
-    assert count(found, r"SHFL\.BFLY") == 4 * (2 if in_mx else 4) + 4 + 8, found
-    assert count(found, r"HMNMX2\..*") >= 16, found
-    assert count(found, rf"{ATOMIC}\..*") == 1, found
+    codes = count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*")
+    assert codes == 16 * 2 * casts_of, found
+    assert count(found, rf"{ATOMIC}\..*") == casts_of, found
+    # a result of an activation is rounded, two a word; what a gate multiplies is rounded by itself
+    assert plain or count(found, r"F2FP\.BF16\.F32\.PACK_AB.*") >= 16 * casts_of, found
+    if plain:
+        assert count(found, r"F2FP\.SATFINITE\..*") == codes + scales_in_e8m0(found, arch, 2 * in_mx), found
+        # maxima over a row in half a warp or four threads, and over two halves for columns, of two at once, their sums
+        assert count(found, r"SHFL\.BFLY") == 4 * (2 if in_mx else 4) + 4 + 8, found
+        assert count(found, r"HMNMX2\..*") >= 16, found
 
 
 def scales_in_e8m0(found: Counter[str], arch: str, scales: int) -> int:
@@ -217,51 +243,14 @@ def test_casts_of_weights_in_blocks(family: Family, arch: str) -> None:
     assert order.count("ADD") == order.count("MAX MEMBAR ADD") > 0, order
 
 
-@pytest.mark.parametrize(("family", "most"), [(BF16_BLOCKS, 15.7), (BF16_MX, 17.5)], ids=["cast_blocks", "cast_mx"])
-def test_a_cast_in_blocks_costs_an_element_at_most(family: Family, most: float) -> None:
-    """As above, for a thread that in blocks of 128 computes no scale; in MX each does."""
-    lines, labels = program(family, "sm_90a")
-    passed, place = 0, 0
-    for landmark in (r"LDG\.E\.NA\.128", "SHFL", "BAR", "BAR", r"STG\.E\.64", r"STG\.E\.128", "EXIT"):
-        place, between = shortest_way(lines, labels, place, landmark)
-        passed += between
-    assert passed / 32 <= most
-
-
-FUSED_TO_READ = [one for one in FUSED_BLOCKS if {"INPUT=Bf16"} < {*one[1]} and "ACTIVATION=Relu" not in one[1]]
-
-
-@pytest.mark.parametrize("family", FUSED_TO_READ, ids=name)
-def test_what_is_fused_into_casts_in_blocks(family: Family) -> None:
-    """Each tensor is read once, in words of 16 bytes, and a result is rounded and cast once for each layout."""
-    found = instructions(family, "sm_90a")
-    gated, backward, in_mx = "GATED=1" in family[1], "BACKWARD=1" in family[1], family[0] == "cast_mx"
-    casts_of = 1 + (gated and backward)
-    assert not count(found, r"(LDL|STL|F2F|DMUL|DADD|DFMA)\b.*"), found
-    assert count(found, r"LDG\.E\.NA\.128\.CONSTANT") == 4 * (1 + gated + backward), found
-    assert count(found, r"STG\.E\.64") == 4 * casts_of, found
-    assert count(found, r"STG\.E\.128") == (2 + in_mx) * casts_of, found
-    assert count(found, r"F2FP\.SATFINITE\.E4M3\.F32\..*") == 16 * 2 * casts_of, found
-    # two results a word; what a gate multiplies is rounded by itself
-    assert count(found, r"F2FP\.BF16\.F32\.PACK_AB.*") >= 16 * casts_of, found
-    assert count(found, rf"{ATOMIC}\..*") == casts_of, found
-
-
 # --- the argument struct ----------------------------------------------------------------------------------------------
 
 
 def structs(capability: tuple[int, int]) -> list[kernels.Variant]:
-    """Of all variants the first with each host's struct and each choice of the sources' conditions: no other macro
-    changes what a struct has.
-    """
-    variants, found = kernels.variants(capability, every=True), dict[object, kernels.Variant]()
-    texts = [*headers().values(), *(source(family) for family in {one.family for one in variants})]
-    macros = set(re.findall(r"\w+", " ".join(re.findall(r"^#(?:el)?if.*", "\n".join(texts), re.MULTILINE))))
-    # bf16 first, as other tests compile that too
-    for one in sorted(variants, key=lambda one: "Bf16" not in one.name):
-        chosen = tuple(define for define in one.defines if define.partition("=")[0] in macros)
-        found.setdefault((one.family, one.layout, chosen), one)
-    return list(found.values())
+    """Of all variants one with each host's struct."""
+    # bf16 last, as other tests compile that too
+    variants = sorted(kernels.variants(capability, every=True), key=lambda one: "Bf16" in one.name)
+    return [*{(one.family, one.layout): one for one in variants}.values()]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from casts_on_host import (
     first_scale,
 )
 from host_kernels import Guarded, HostKernel
+from pairwise import pairwise
 from torch import Tensor
 
 from kernels_cuda import casts, scales
@@ -93,8 +94,7 @@ def test_weights_of_all_kinds_at_once() -> None:
     run_weights(xs, [int(n) for n in torch.randperm(3 * len(xs))[: len(xs)]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (129, 65), (200, 130)])
+@pytest.mark.parametrize(("shape", "dtype"), [*zip([(1, 1), (129, 65), (200, 130)], DTYPES, strict=True)])
 def test_a_weight_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """It is part of the arguments, where no table is read."""
     x = (torch.randn(shape) * 8).to(dtype)
@@ -172,10 +172,9 @@ def compare_updates(count: int, recipe: DelayedScaling, steps: int) -> None:
             assert_same(after[name], getattr(state, name)[..., :count])
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 127, 128, 1024, 1025, 2500])
-@pytest.mark.parametrize("count", [1, 7, 8, 9])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_update_scales(count: int, length: int, algorithm: str) -> None:
+@pytest.mark.parametrize(("length", "count"), pairwise([1, 2, 3, 127, 128, 1024, 1025, 2500], [1, 7, 8, 9])[::2])
+def test_update_scales(length: int, count: int, algorithm: str) -> None:
     margin = (0, 2, 127)[(count + length) % 3]
     recipe = DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)  # type: ignore[arg-type]
     compare_updates(count, recipe, steps=4)

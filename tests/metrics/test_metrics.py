@@ -27,13 +27,9 @@ SCALES = [1.0, 1.5, 2.0**-6, 3e-7, 12345.678, 2.0**40, 1e38, 1e-40]
 FRACTIONS = [SaturationFraction, UnderflowFraction]
 
 
-def all_bf16() -> Tensor:
-    """Every bf16 pattern, including zeros, subnormals, inf and NaN of both signs."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-
-
-def all_fp16() -> Tensor:
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+def every_pattern(dtype: torch.dtype) -> Tensor:
+    """Every number of 16 bits, including zeros, subnormals, inf and NaN of both signs."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
 
 
 def boundaries(fmt: str) -> Tensor:
@@ -71,30 +67,16 @@ def counts(metric: Metric) -> tuple[int, ...]:
     return tuple(int(value) for value in metric.metric_state.values())
 
 
-@pytest.mark.parametrize("kind", FRACTIONS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_fractions_are_those_of_the_cast_by_definition(kind: type[Metric], fmt: str, scale: float) -> None:
-    for x in (all_bf16(), all_fp16(), random_fp32(fmt, scale)):
-        metric = kind(fmt)
-        metric.update(x, scale)
-        hits, elements = expected_counts(x, scale, fmt)[kind]
-        assert counts(metric) == (hits, elements)
-        assert metric.compute().item() == hits / elements
-        by_tensor = kind(fmt)
-        by_tensor.update(x, torch.tensor(scale))
-        assert counts(by_tensor) == (hits, elements)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_boundaries_at_scale_1(fmt: str) -> None:
-    x = boundaries(fmt)
-    saturation, underflow = SaturationFraction(fmt), UnderflowFraction(fmt)
-    saturation.update(x)
-    underflow.update(x)
-    # of 20 elements, the two above the largest value; of 18 nonzero ones, the two ties and the two below them
-    assert counts(saturation) == (2, 20)
-    assert counts(underflow) == (4, 18)
+def test_fractions_are_those_of_the_cast_by_definition(fmt: str, scale: float) -> None:
+    for x in (every_pattern(torch.bfloat16), every_pattern(torch.float16), random_fp32(fmt, scale)):
+        for kind, (hits, elements) in expected_counts(x, scale, fmt).items():
+            for given in (scale, torch.tensor(scale)):
+                metric = kind(fmt)
+                metric.update(x, given)
+                assert counts(metric) == (hits, elements)
+            assert metric.compute().item() == hits / elements
 
 
 def test_the_product_is_rounded_to_fp32() -> None:
@@ -142,14 +124,14 @@ def test_sqnr_at_its_ends() -> None:
 
 
 def every_metric() -> list[tuple[Metric, list[tuple[Tensor, Any]]]]:
-    """Each metric with batches for three updates, of different sizes and values."""
+    """Each metric, in one format or the other, with batches for three updates, of different sizes and values."""
     spread = [torch.randn(size) * 10.0**power for size, power in ((7, 2), (100, 6), (31, -6))]
     pairs = [(x.to(torch.bfloat16), x) for x in spread]
     scaled = list(zip(spread, (1.0, 0.5, torch.tensor(1.5))))
-    return [(SQNR(), pairs), *((kind(fmt), scaled) for kind in FRACTIONS for fmt in FORMATS)]
+    return [(SQNR(), pairs), *((kind(fmt), scaled) for kind, fmt in zip(FRACTIONS, FORMATS))]
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(3))
 def test_what_torchmetrics_promises(which: int) -> None:
     metric, batches = every_metric()[which]
     fresh, at_once, forward = metric.clone(), metric.clone(), metric.clone()
@@ -183,7 +165,7 @@ def test_what_torchmetrics_promises(which: int) -> None:
     assert metric.higher_is_better is isinstance(metric, SQNR)
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(3))
 def test_sums_keep_their_dtype_where_the_owner_is_cast(which: int) -> None:
     metric, batches = every_metric()[which]
     dtypes = [state.dtype for state in metric.metric_state.values()]
@@ -225,43 +207,42 @@ def test_a_collection_keeps_the_formats_apart() -> None:
     assert values["SQNR"].item() == pytest.approx(10 * math.log10(260000 / 2))
 
 
+ONES = torch.ones(2)
+WRONG = {
+    "scale": [
+        *(((ONES, scale), ValueError) for scale in (0, -1.0, math.nan, math.inf, 1e39, 1e-60, np.float32(-2))),
+        *(((ONES, scale), TypeError) for scale in ("1", None, True, 1j, torch.tensor(2))),
+        ((ONES, torch.ones(1)), ValueError),
+    ],
+    "x": [((x, 1.0), TypeError) for x in (ONES.long(), [1.0], ONES.double())],
+}
+
+
 @pytest.mark.parametrize("kind", FRACTIONS)
 def test_errors_of_fractions(kind: type[Metric]) -> None:
-    name = kind.__name__
-    for format in ("E4M3", "fp8", None, ["e4m3"], torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=f"{name}: `format` must be one of 'e4m3', 'e5m2', got ") as error:
+    for format in ("E4M3", None, ["e4m3"], torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: `format` must be one of") as error:
             kind(format)
         assert repr(format) in str(error.value)
-    metric, x = kind(), torch.ones(2)
-    for scale in (0, 0.0, -1.0, math.nan, math.inf, 1e39, 1e-60, np.float32(-2)):
-        with pytest.raises(ValueError, match="`scale` must be positive and finite in float32") as error:
-            metric.update(x, scale)
-        assert f"got {scale!r}." in str(error.value)
-    for scale in ("1", None, True, 1j):
-        with pytest.raises(TypeError, match=rf"`scale` must be a number or a tensor, got {scale!r} of type"):
-            metric.update(x, scale)
-    with pytest.raises(ValueError, match=r"must have no dimension, got shape \(1,\)"):
-        metric.update(x, torch.ones(1))
-    with pytest.raises(TypeError, match=r"`scale` must have a floating dtype, got torch\.int64"):
-        metric.update(x, torch.tensor(2))
-    with pytest.raises(TypeError, match=rf"{name}: `x` must have a floating dtype, got torch\.int64"):
-        metric.update(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(TypeError, match=rf"{name}: `x` must be a tensor, got list"):
-        metric.update([1.0])
-    with pytest.raises(TypeError, match=r"the cast takes `x` in float32, bfloat16, float16, got float64"):
-        metric.update(x.double())
+    metric = kind()
+    for name, cases in WRONG.items():
+        for given, wrong in cases:
+            with pytest.raises(wrong, match=f"{kind.__name__}: .*`{name}`"):
+                metric.update(*given)
     assert counts(metric) == (0, 0)
     for scale in (2, np.float32(2), np.float64(2), torch.tensor(2.0, dtype=torch.bfloat16)):
         assert kind()(torch.tensor([2.0**-11, 2.0**-9, 1, 300]), scale) == 0.25
 
 
-def test_errors_of_sqnr() -> None:
-    x = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 3\) and \(3,\)"):
-        SQNR().update(x, x[0])
-    with pytest.raises(TypeError, match=r"SQNR: `preds` must have a floating dtype, got torch\.int32"):
-        SQNR().update(x.int(), x)
-    with pytest.raises(TypeError, match=r"SQNR: `target` must have a floating dtype, got torch\.complex64"):
-        SQNR().update(x, x.to(torch.complex64))
-    with pytest.raises(TypeError, match="SQNR: `target` must be a tensor, got float"):
-        SQNR().update(x, 1.0)
+@pytest.mark.parametrize(
+    ("preds", "target", "wrong", "name"),
+    [
+        (ONES, ONES[0], ValueError, "shape"),
+        (ONES.int(), ONES, TypeError, "`preds`"),
+        (ONES, ONES.to(torch.complex64), TypeError, "`target`"),
+        (ONES, 1.0, TypeError, "`target`"),
+    ],
+)
+def test_errors_of_sqnr(preds: Any, target: Any, wrong: type[Exception], name: str) -> None:
+    with pytest.raises(wrong, match=name):
+        SQNR().update(preds, target)

@@ -10,6 +10,7 @@ import feed_forward_blocks
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from lightning_fp8 import (
@@ -89,47 +90,50 @@ def test_the_argument_of_a_block_by_name() -> None:
     torch.testing.assert_close(chunk(attention_output=x), chunk(x))
 
 
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-@pytest.mark.parametrize("build", [NAMED["linear"][0], conv1d, stacked, Projections])
-def test_nested_tensors_are_refused_with_the_remedy(build: Any, layout: torch.layout) -> None:
+@pytest.mark.parametrize(
+    ("build", "layout", "recipe"),
+    list(
+        zip(
+            [NAMED["linear"][0], conv1d, stacked, Projections],
+            [torch.jagged, torch.strided, torch.sparse_coo, torch.sparse_csr],
+            RECIPES,
+        )
+    ),
+)
+def test_nested_and_sparse_tensors_are_refused(build: Any, layout: torch.layout, recipe: Recipe) -> None:
     plain, rows = build(), [torch.randn(3, WIDTH), torch.randn(5, WIDTH)]
-    model = convert(copy.deepcopy(plain), min_features=0)
-    nested = torch.nested.nested_tensor(rows, layout=layout)
+    model, is_nested = convert(copy.deepcopy(plain), recipe, min_features=0), layout in (torch.jagged, torch.strided)
+    x = torch.cat(rows)
+    given = torch.nested.nested_tensor(rows, layout=layout) if is_nested else x.to_sparse(layout=layout)
     for training in (True, False):
         model.train(training)
         with pytest.raises(TypeError, match=r"must not be a nested or sparse tensor\. Pass `x\.to_dense"):
-            model(nested)
+            model(given)
     assert not scaling_state(model).amax.any()
-    if layout is torch.jagged:
-        expected = plain(torch.cat(rows))
-        assert (model(nested.values()) - expected).norm() < 0.1 * expected.norm()
+    # the remedies
+    given = {torch.jagged: given.values, torch.strided: x.clone}.get(layout, given.to_dense)()
+    expected = plain(x)
+    assert (model(given) - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_tensors_are_refused_with_the_remedy(layout: torch.layout) -> None:
-    plain, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH) * (torch.rand(4, WIDTH) < 0.2)
-    for recipe in RECIPES:
-        model = convert(copy.deepcopy(plain), recipe)
-        with pytest.raises(TypeError, match=r"must not be a nested or sparse tensor\. Pass `x\.to_dense"):
-            model(x.to_sparse(layout=layout))
-        assert (model(x) - plain(x)).norm() < 0.1 * plain(x).norm()
-
-
-@pytest.mark.parametrize("shape", [(0, WIDTH), (2, 0, WIDTH), (0, 3, WIDTH)])
-@pytest.mark.parametrize("kind", NAMED)
-def test_no_rows(kind: str, shape: tuple[int, ...], half: str) -> None:
-    for recipe in RECIPES:
-        model, x = convert(NAMED[kind][0](), recipe, min_features=0), torch.randn(shape, requires_grad=True)
-        y = model(x)
-        y.sum().backward()
-        assert y.shape == shape
-        assert x.grad is not None
-        assert x.grad.shape == shape
-        gradients = [layer.weight.grad for layer in model.modules() if hasattr(layer, "fp8")]
-        assert all(gradient is not None and not gradient.any() for gradient in gradients)
-        before = scaling_state(model).scale.clone()
-        scaling_state(model).update()
-        assert torch.equal(scaling_state(model).scale, before)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "shape", "half"),
+    pairwise([*NAMED], RECIPES, [(0, WIDTH), (2, 0, WIDTH), (0, 3, WIDTH)], ["reference", "kernels"]),
+)
+def test_no_rows(kind: str, recipe: Recipe, shape: tuple[int, ...], half: str, request: pytest.FixtureRequest) -> None:
+    if half == "kernels":
+        request.getfixturevalue("cuda_half")
+    model, x = convert(NAMED[kind][0](), recipe, min_features=0), torch.randn(shape, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert y.shape == shape
+    assert x.grad is not None
+    assert x.grad.shape == shape
+    gradients = [layer.weight.grad for layer in model.modules() if hasattr(layer, "fp8")]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    before = scaling_state(model).scale.clone()
+    scaling_state(model).update()
+    assert torch.equal(scaling_state(model).scale, before)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from experts import EXPERTS, FORMS, HIDDEN, TOKENS, WIDTH, Separate, experts, mixtral, routing, token_batch
+from experts import EXPERTS, FORMS, HIDDEN, TOKENS, WIDTH, Separate, experts, mixtral, routing
 from moved import to_bf16
 from sqnr import sqnr
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert, weights_unchanged
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
 from lightning_fp8.runtime.warn_once import warn_once
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -85,6 +85,12 @@ def test_equal_separate_linear_layers_bit_for_bit(half: str, form: str) -> None:
     with torch.no_grad(), autocast(in_bf16):
         assert torch.equal(stacked.eval()(*given), separate.eval()(*given))
     assert_same_state(stacked, separate)
+    # frozen, they pass gradients on
+    for model in (stacked, separate):
+        model.train().requires_grad_(False)
+    for one, other in zip(step(stacked, *given, in_bf16), step(separate, *given, in_bf16), strict=True):
+        assert torch.equal(one, other)
+    assert stacked.down_proj.grad is None
     state = scaling_state(stacked)
     # every expert has its own scale in each of the three roles
     assert len({*state.scale.tolist()}) > 0.9 * len(state.names) == 0.9 * 3 * 2 * EXPERTS
@@ -142,31 +148,6 @@ def test_products_in_bf16(products: tuple[str, ...]) -> None:
         assert bool(scaling_state(stacked).scale[row] != 1) is not ("dgrad" in products and name.endswith("weight"))
 
 
-def test_an_expert_without_a_token_keeps_its_history() -> None:
-    model = convert(experts())
-    state = scaling_state(model)
-    of_expert = [row for row, name in enumerate(state.names[: state.delayed]) if ".1." in name]
-    others = [row for row in range(state.delayed) if row not in of_expert]
-    step(model, torch.randn(TOKENS, WIDTH), *routing(), True)
-    state.update()
-    before = state.amax_history.clone(), state.scale.clone()
-    assert (before[0][0] > 0).all()
-    model.zero_grad()
-    step(model, 3 * torch.randn(TOKENS, WIDTH), *routing(1), True)
-    assert not state.amax[of_expert].any()
-    assert (state.amax[others] > 0).all()
-    assert not model.gate_up_proj.grad[1].any()
-    assert all(model.gate_up_proj.grad[expert].any() for expert in (0, 2, 3))
-    state.update()
-    empty = torch.empty(0, WIDTH, requires_grad=True), *(chosen[:0] for chosen in routing())
-    assert model(*empty).shape == (0, WIDTH)
-    model(*empty).sum().backward()
-    assert not state.amax[: state.delayed].any()
-    assert torch.equal(state.amax_history[:, of_expert], before[0][:, of_expert])
-    assert torch.equal(state.scale[of_expert], before[1][of_expert])
-    assert not torch.equal(state.scale[others], before[1][others])
-
-
 @pytest.mark.parametrize("form", [*FORMS, "norm"])
 def test_near_the_plain_experts_in_all_their_forms(form: str) -> None:
     plain, given = experts("gate" if form == "norm" else form), (torch.randn(TOKENS, WIDTH), *routing(), False)
@@ -191,17 +172,6 @@ def test_flops_are_those_of_the_definition(device: str) -> None:
     assert y.shape == (TOKENS, WIDTH)
     # each token has two experts, each with a product for gate and up and one for down; backward has twice as many
     assert counter.get_total_flops() == 3 * TOKENS * 2 * (2 * WIDTH * 2 * HIDDEN + 2 * HIDDEN * WIDTH)
-
-
-def test_one_cast_of_each_weight_in_an_optimizer_step(weight_casts: list[torch.Size]) -> None:
-    model = convert(experts())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for number in range(1, 4):
-        for micro_batch in range(3):
-            step(model, torch.randn(TOKENS, WIDTH), *routing(seed=micro_batch), False)
-        scaling_state(model).update()
-        optimizer.step()
-        assert Counter(weight_casts) == {(2 * HIDDEN, WIDTH): number * EXPERTS, (WIDTH, HIDDEN): number * EXPERTS}
 
 
 def _in_place(model: Any) -> None:
@@ -240,25 +210,6 @@ def test_weights_that_are_loaded_empty_the_histories_of_all_experts() -> None:
     assert not state.amax_history.any()
 
 
-def test_weights_that_are_declared_unchanged_are_cast_once(weight_casts: list[torch.Size]) -> None:
-    model, given = convert(experts()).eval(), (torch.randn(TOKENS, WIDTH), *routing())
-    with torch.no_grad(), weights_unchanged(model):
-        first = model(*given)
-        assert all(torch.equal(model(*given), first) for _ in range(2))
-    assert len(weight_casts) == 2 * EXPERTS
-
-
-@pytest.mark.parametrize("form", ["gate", "transposed, biases, interleaved gate"])
-def test_frozen_experts_pass_gradients_on(form: str) -> None:
-    stacked = experts(form).requires_grad_(False)
-    separate = convert(Separate(stacked).requires_grad_(False))
-    convert(stacked)
-    given = torch.randn(TOKENS, WIDTH), *routing(), False
-    for one, other in zip(step(stacked, *given), step(separate, *given), strict=True):
-        assert torch.equal(one, other)
-    assert stacked.down_proj.grad is None
-
-
 def test_an_expert_that_falls_back_computes_like_the_plain_one() -> None:
     plain, given = experts(), (torch.randn(TOKENS, WIDTH), *routing())
     fp8 = convert(copy.deepcopy(plain))
@@ -271,35 +222,9 @@ def test_an_expert_that_falls_back_computes_like_the_plain_one() -> None:
     assert not scaling_state(fp8).amax.any()
 
 
-def train_mixtral(model: Any, steps: range) -> list[Tensor]:
-    """Losses, gradients, amaxes and scales."""
-    seen, state = [], scaling_state(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in steps:
-        with autocast():
-            loss = model(**token_batch(number)).loss
-        loss.backward()
-        seen += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters()), state.amax.clone()]
-        state.update()
-        seen.append(state.scale.clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert len(one) == len(other)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_changes_no_bit(reentrant: bool) -> None:
-    models = [convert(mixtral().train()) for _ in range(2)]
-    models[1].gradient_checkpointing_enable({"use_reentrant": reentrant})
-    calls: list[bool] = []
-    models[1].model.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: calls.append(True))
-    assert_equal(*(train_mixtral(model, range(2)) for model in models))
-    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -353,27 +278,42 @@ def test_a_program_of_experts_is_refused(strict: bool) -> None:
         torch.export.export(layer, (torch.randn(2, 6, WIDTH),), strict=strict)
 
 
-def test_errors_name_the_experts_and_the_rule() -> None:
-    model, (index, weights) = convert(torch.nn.ModuleDict({"experts": experts()})).experts, routing()
-    x = torch.randn(TOKENS, WIDTH)
-    for other in (5, -1):
-        named = rf"Fp8MixtralExperts 'experts.gate_up_proj.0': `top_k_index` names expert {other}, and there are 4\."
-        with pytest.raises(ValueError, match=named):
-            model(x, index.where(index != 1, other), weights)
-    with pytest.raises(
+def wide(columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(EXPERTS, WIDTH, columns))
+
+
+GIVEN = torch.ones(TOKENS, WIDTH), *routing()
+# what is given, parameters that are replaced, and the error
+BAD: list[tuple[tuple[Tensor, ...], dict[str, nn.Parameter], type[Exception], str]] = [
+    *(
+        (
+            (GIVEN[0], GIVEN[1].where(GIVEN[1] != 1, other), GIVEN[2]),
+            {},
+            ValueError,
+            rf"Fp8MixtralExperts 'experts.gate_up_proj.0': `top_k_index` names expert {other}, and there are 4\.",
+        )
+        for other in (5, -1)
+    ),
+    ((torch.ones(TOKENS, 33), *GIVEN[1:]), {}, ValueError, r"experts.* of gate_up_proj must be 32, .* \(\d+, 33\)"),
+    ((GIVEN[0].double(), *GIVEN[1:]), {}, TypeError, "must be float32, bfloat16 or float16, got torch.float64"),
+    (GIVEN, {"down_proj": wide(HIDDEN + 1)}, ValueError, r"input of down_proj must be 25, .* the shape \(\d+, 24\)"),
+    (
+        GIVEN,
+        {"down_proj_bias": nn.Parameter(torch.randn(EXPERTS, WIDTH + 1))},
         ValueError,
-        match=r"experts.* of the input of gate_up_proj must be 32, .* the shape \(\d+, 33\)",
-    ):
-        model(torch.randn(TOKENS, WIDTH + 1), index, weights)
-    with pytest.raises(TypeError, match=r"must be float32, bfloat16 or float16, got torch.float64"):
-        model(x.double(), index, weights)
-    model.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN + 1))
-    with pytest.raises(ValueError, match=r"the input of down_proj must be 25, .* got the shape \(\d+, 24\)"):
-        model(x, index, weights)
-    model = convert(experts("transposed, biases, interleaved gate"))
-    model.down_proj_bias = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH + 1))
-    with pytest.raises(ValueError, match=r"The bias of 'down_proj.0' must have the shape \(32,\), .* got \(33,\)"):
-        model(x, index, weights)
+        r"bias of 'experts.down_proj.0' must have the shape \(32,\), .* got \(33,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "replaced", "kind", "message"), BAD)
+def test_errors_name_the_experts_and_the_rule(given: Any, replaced: Any, kind: Any, message: str) -> None:
+    form = "transposed, biases, interleaved gate" if "down_proj_bias" in replaced else "gate"
+    model = convert(nn.ModuleDict({"experts": experts(form)})).experts
+    for name, parameter in replaced.items():
+        setattr(model, name, parameter)
+    with pytest.raises(kind, match=message):
+        model(*given)
 
 
 def test_all_experts_are_cast_together(cuda_half: Counter[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from moved import to_bf16
+from pairwise import pairwise
 from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -51,7 +52,7 @@ def test_a_layer_gives_the_numbers_of_a_plain_one(make: Callable[[], nn.Module])
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None) -> None:
     model = convert(small_mlp())
     reference = small_mlp()
     reference.load_state_dict(model.state_dict())
@@ -75,28 +76,6 @@ def test_only_the_layer_that_fell_back_leaves_fp8(backend: str | None, monkeypat
         fresh.update(), other.update()
         assert torch.equal(fresh.scale[stays], other.scale)
         assert torch.equal(fresh.scale[left], before)
-
-
-def test_two_layers_share_their_compiled_graph_and_one_may_leave_it() -> None:
-    compiled: Counter[str] = Counter()
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        compiled["graphs"] += 1
-        return graph
-
-    torch._dynamo.reset()
-    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)))
-    layers = [torch.compile(layer, backend=backend, fullgraph=True) for layer in model]
-    x = torch.randn(4, 16)
-    for _ in range(2):
-        for layer in layers:
-            layer(x)
-    before = compiled["graphs"]
-    fall_back(model, "1")
-    for _ in range(2):
-        for layer in layers:
-            layer(x)
-    assert compiled["graphs"] == before + 1
 
 
 @pytest.mark.parametrize("kdim", [None, 24])
@@ -133,36 +112,6 @@ def test_copies_keep_it_each_for_itself() -> None:
     assert model[2].in_fp8
 
 
-def test_state_dict_and_back() -> None:
-    model, other = convert(small_mlp()), convert(small_mlp())
-    state, loaded = scaling_state(model), scaling_state(other)
-    to_bf16(state, "2")
-    saved = state.state_dict()
-    assert [name for name, entry in saved.items() if not entry["in_fp8"]] == ["2.input", "2.grad_output"]
-    loaded.load_state_dict(saved)
-    assert loaded.fallbacks == ("2",)
-    assert not other[2].in_fp8
-    # a state loaded later decides, also in the other direction
-    loaded.load_state_dict(convert_fresh().state_dict())
-    assert loaded.fallbacks == ()
-    assert other[2].in_fp8
-
-
-def convert_fresh() -> Any:
-    return scaling_state(convert(small_mlp()))
-
-
-def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    model = convert(small_mlp())
-    state = scaling_state(model)
-    to_bf16(state, "0")
-    broken = convert_fresh().state_dict()
-    del broken["2.grad_output"]["amax_history"]
-    with pytest.raises(ValueError, match=r"'2\.grad_output' is of another form: it has the fields 'in_fp8', '"):
-        state.load_state_dict(broken)
-    assert state.fallbacks == ("0",)
-
-
 def test_describe_and_unknown_names() -> None:
     model = convert(small_mlp())
     with pytest.raises(ValueError, match=r"no converted module '1'.*'0', '2'"):
@@ -196,17 +145,6 @@ def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[
     assert model[1].fp8[""].weight_cast._cast is None
 
 
-MASKS = ("none", "bool", "float", "padding")
-
-
-def masks(kind: str, length: int, source: int) -> dict[str, Tensor]:
-    if kind == "bool":
-        return {"attn_mask": torch.ones(length, source, dtype=torch.bool).triu(1)}
-    if kind == "float":
-        return {"attn_mask": torch.randn(length, source), "key_padding_mask": torch.randn(3, source)}
-    return {"key_padding_mask": torch.arange(source).expand(3, source) > 5} if kind == "padding" else {}
-
-
 def gradients_in_bf16_mixed(
     model: nn.Module, plugin: Any, training: bool, *inputs: Tensor, **options: Any
 ) -> list[Tensor | None]:
@@ -228,56 +166,56 @@ def assert_same_bits(one: list[Tensor | None], other: list[Tensor | None]) -> No
         assert mine is None or its is None or (mine.dtype == its.dtype and torch.equal(mine, its))
 
 
-def fallen(plain: nn.Module, plugin: Any) -> nn.Module:
-    """A copy whose layers have all fallen back."""
-    model = plugin.convert_module(copy.deepcopy(plain))
+def fallen(model: nn.Module) -> nn.Module:
+    """All layers fall back."""
     for name in scaling_state(model).module_names:
         fall_back(model, name)
     return model
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("options", [{}, {"batch_first": True, "dropout": 0.2}, {"batch_first": True, "kdim": 24}])
+def assert_same_in_bf16_mixed(plain: nn.Module, *inputs: Tensor, **options: Any) -> None:
+    """A copy whose layers have all fallen back gives the bits of the plain model, in training and evaluation."""
+    plugins = Bf16MixedPrecision(), Fp8Precision()
+    model = fallen(plugins[1].convert_module(copy.deepcopy(plain)))
+    plugins[0].convert_module(plain)
+    for training in (True, False):
+        expected = gradients_in_bf16_mixed(plain, plugins[0], training, *inputs, **options)
+        assert_same_bits(gradients_in_bf16_mixed(model, plugins[1], training, *inputs, **options), expected)
+
+
+MASKS: dict[str, dict[str, Tensor]] = {
+    "none": {},
+    "bool": {"attn_mask": torch.ones(9, 9, dtype=torch.bool).triu(1)},
+    "float": {"attn_mask": torch.linspace(-2, 2, 81).view(9, 9), "key_padding_mask": torch.arange(27.0).view(3, 9)},
+    "padding": {"key_padding_mask": torch.arange(9).expand(3, 9) > 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "need_weights", "options"),
+    pairwise([*MASKS], [True, False], [{}, {"batch_first": True, "dropout": 0.2}, {"batch_first": True, "kdim": 24}]),
+)
 def test_an_attention_gives_the_bits_of_a_plain_one(kind: str, need_weights: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(32, 4, **options)
-    plugins = Bf16MixedPrecision(), Fp8Precision()
-    model = fallen(plain, plugins[1])
-    plugins[0].convert_module(plain)
     order = (3, 9) if plain.batch_first else (9, 3)
     query, key = torch.randn(*order, 32), torch.randn(*order, options.get("kdim", 32))
-    value = torch.randn(*order, 32) if "kdim" in options else query
-    inputs = (query, key, value) if "kdim" in options else (query, query, query)
-    rest = {"need_weights": need_weights, **masks(kind, 9, 9)}
-    for training in (True, False):
-        expected = gradients_in_bf16_mixed(plain, plugins[0], training, *inputs, **rest)
-        assert_same_bits(gradients_in_bf16_mixed(model, plugins[1], training, *inputs, **rest), expected)
+    inputs = (query, key, torch.randn(*order, 32)) if "kdim" in options else (query, query, query)
+    assert_same_in_bf16_mixed(plain, *inputs, need_weights=need_weights, **MASKS[kind])
 
 
-@pytest.mark.parametrize("kind", ["none", "float"])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_a_transformer_layer_gives_the_bits_of_a_plain_one(kind: str, norm_first: bool) -> None:
+def test_a_transformer_layer_gives_the_bits_of_a_plain_one(norm_first: bool) -> None:
     torch.manual_seed(0)
     plain = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.1, norm_first=norm_first)
-    plugins = Bf16MixedPrecision(), Fp8Precision()
-    model = fallen(plain, plugins[1])
-    plugins[0].convert_module(plain)
-    x, mask = torch.randn(3, 9, 32), torch.randn(9, 9)
-    rest = {"src_mask": mask} if kind == "float" else {}
-    for training in (True, False):
-        expected = gradients_in_bf16_mixed(plain, plugins[0], training, x, **rest)
-        assert_same_bits(gradients_in_bf16_mixed(model, plugins[1], training, x, **rest), expected)
+    assert_same_in_bf16_mixed(plain, torch.randn(3, 9, 32), src_mask=torch.randn(9, 9) if norm_first else None)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.bfloat16), (True, torch.float32), (False, torch.float32)])
 def test_an_attention_takes_torchs_fast_path_where_a_plain_one_does(fused: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(32, 4, batch_first=True).to(dtype).eval()
-    model = convert(copy.deepcopy(plain))
-    for name in scaling_state(model).module_names:
-        fall_back(model, name)
+    model = fallen(convert(copy.deepcopy(plain)))
     x, before = torch.randn(3, 9, 32, dtype=dtype), torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(fused)
     try:
@@ -288,9 +226,7 @@ def test_an_attention_takes_torchs_fast_path_where_a_plain_one_does(fused: bool,
 
 
 def test_what_the_user_calls_in_an_attention_that_fell_back_is_called() -> None:
-    model, calls = convert(nn.MultiheadAttention(32, 4, batch_first=True)), []
-    for name in scaling_state(model).module_names:
-        fall_back(model, name)
+    model, calls = fallen(convert(nn.MultiheadAttention(32, 4, batch_first=True))), []
     before, x = model.out_proj.forward, torch.randn(2, 5, 32)
     model.out_proj.forward = lambda y: calls.append(y) or 2 * before(y)
     doubled = model(x, x, x)[0]

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from lightning_fp8 import convert, feed_forward, scaling_state
-from lightning_fp8.modules.feed_forward import activation_name, fp8_feed_forward
 
 
-def two_linears(activation: str, bias: bool = True) -> nn.Sequential:
+def two_linears() -> nn.Sequential:
     torch.manual_seed(0)
-    width = 48 if activation == "swiglu" else 24
-    return convert(nn.Sequential(nn.Linear(16, width, bias=bias), nn.Linear(24, 10, bias=bias)), min_features=0)
+    return convert(nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 10)), min_features=0)
 
 
 @pytest.mark.parametrize("behind_data", [False, True])
@@ -29,14 +27,14 @@ def two_linears(activation: str, bias: bool = True) -> nn.Sequential:
     "frozen", [(), ("0.weight",), ("1.weight",), ("0.weight", "0.bias"), ("0.weight", "0.bias", "1.weight")]
 )
 def test_nothing_is_computed_for_frozen_parameters(frozen: tuple[str, ...], behind_data: bool) -> None:
-    parts, whole = two_linears("gelu"), two_linears("gelu")
+    parts, whole = two_linears(), two_linears()
     for model in (parts, whole):
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
     x = torch.randn(5, 16, requires_grad=not behind_data)
     parts[1](F.gelu(parts[0](x))).sum().backward()
     expected, x.grad = x.grad, None
-    fp8_feed_forward(whole[0], "gelu", whole[1], x).sum().backward()
+    feed_forward(whole[0], F.gelu, whole[1], x).sum().backward()
     assert behind_data or torch.equal(x.grad, expected)
     one, two = scaling_state(parts).amax, scaling_state(whole).amax
     assert torch.equal(one, two)
@@ -48,14 +46,14 @@ def test_nothing_is_computed_for_frozen_parameters(frozen: tuple[str, ...], behi
 
 
 def test_bad_input_is_named() -> None:
-    model = two_linears("gelu")
+    model = two_linears()
     with pytest.raises(ValueError, match=r"Fp8Linear '0'.* must be 16, .* got the shape \(3, 5\)"):
-        fp8_feed_forward(model[0], "gelu", model[1], torch.randn(3, 5))
+        feed_forward(model[0], F.gelu, model[1], torch.randn(3, 5))
     with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
-        fp8_feed_forward(model[0], "gelu", model[1], torch.zeros(3, 16, dtype=torch.int64))
+        feed_forward(model[0], F.gelu, model[1], torch.zeros(3, 16, dtype=torch.int64))
     model[1].bias = nn.Parameter(torch.zeros(23))
     with pytest.raises(ValueError, match=r"bias of '1' must have the shape \(10,\)"):
-        fp8_feed_forward(model[0], "gelu", model[1], torch.randn(3, 16))
+        feed_forward(model[0], F.gelu, model[1], torch.randn(3, 16))
 
 
 def test_weights_of_another_width(fused: list[str]) -> None:
@@ -72,19 +70,28 @@ def test_weights_of_another_width(fused: list[str]) -> None:
         layer(x)
 
 
-def test_names_of_activations() -> None:
-    functions = [F.relu, torch.relu, F.gelu, F.silu, functools.partial(F.gelu, approximate="tanh")]
-    modules = [nn.ReLU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU()]
-    of_transformers = [ACT2FN[name] for name in ("relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "silu", "swish")]
-    assert [*map(activation_name, functions)] == ["relu", "relu", "gelu", "silu", "gelu_tanh"]
-    assert [*map(activation_name, modules)] == ["relu", "gelu", "gelu_tanh", "silu"]
-    assert [*map(activation_name, of_transformers)] == ["relu", "gelu", "gelu_tanh", "gelu_tanh", "silu", "silu"]
-    others = ("gelu_python", "gelu_python_tanh", "gelu_10", "gelu_fast", "quick_gelu", "relu6", "tanh", "mish")
-    unknown = [nn.Tanh(), functools.partial(F.gelu), lambda x: x, *(ACT2FN[name] for name in others)]
-    assert {*map(activation_name, unknown)} == {None}
+FUSED = {
+    "relu": [F.relu, torch.relu, nn.ReLU(), ACT2FN["relu"]],
+    "gelu": [F.gelu, nn.GELU(), ACT2FN["gelu"]],
+    "gelu_tanh": [
+        *(functools.partial(F.gelu, approximate="tanh"), nn.GELU("tanh")),
+        *(ACT2FN["gelu_new"], ACT2FN["gelu_pytorch_tanh"]),
+    ],
+    "silu": [F.silu, nn.SiLU(), ACT2FN["silu"], ACT2FN["swish"]],
+}
+OTHERS = ("gelu_python", "gelu_python_tanh", "gelu_10", "gelu_fast", "quick_gelu", "relu6", "tanh", "mish")
 
 
-# the public function
+def test_which_activations_run_fused(fused: list[str]) -> None:
+    model, x = two_linears(), torch.randn(3, 16)
+    for name, activations in FUSED.items():
+        for activation in activations:
+            feed_forward(model[0], activation, model[1], x)
+        assert fused == [name] * len(activations)
+        fused.clear()
+    for activation in (nn.Tanh(), functools.partial(F.gelu), lambda x: x, *(ACT2FN[name] for name in OTHERS)):
+        feed_forward(model[0], activation, model[1], x)
+    assert fused == []
 
 
 class Own(nn.Module):

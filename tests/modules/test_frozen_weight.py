@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import warnings
 from collections import Counter
@@ -27,6 +28,7 @@ from frozen_models import (
     payloads,
     same,
 )
+from pairwise import pairwise
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -146,20 +148,17 @@ def bytes_of(model: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_bytes_per_parameter(dtype: torch.dtype, size: int) -> None:
-    model = on_frozen_base(dtype)
+def test_bytes_per_parameter() -> None:
+    model = on_frozen_base(torch.bfloat16)
     masters = [StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters() if name in BASE]
     assert len(masters) == len(BASE)
-    assert bytes_of(model) == size * FROZEN
+    assert bytes_of(model) == 2 * FROZEN
     convert(model, ignore_modules=ADAPTERS, frozen_weights="fp8")
     # two fp32 numbers per weight
     assert bytes_of(model) == FROZEN + 8 * len(BASE)
     assert all(master.expired() for master in masters)
     model(torch.randn(2, 5, 32)).sum().backward()
     assert bytes_of(model) == FROZEN + 8 * len(BASE)
-    gemms = [gemm for layer in model.modules() for gemm in getattr(layer, "fp8", {}).values()]
-    assert all(gemm.weight_cast._cast is None for gemm in gemms if gemm.weight_cast.fp8_only)
 
 
 WEIGHTS = {
@@ -171,8 +170,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("name", "dtype"), pairwise([*WEIGHTS], [torch.float32, torch.bfloat16, torch.float16]))
 def test_the_cast_of_dequantized_values_is_the_same(name: str, dtype: torch.dtype) -> None:
     weight = WEIGHTS[name]().to(dtype)
     payload, scale_inv, amax = quantized(weight)
@@ -205,8 +203,7 @@ def rms(model: nn.Module, plain: nn.Module) -> dict[str, float]:
         return {name: float((w.float() - p).norm() / p.norm()) for name, (w, p) in pairs.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("dtype", "assign"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_state_dict_is_plain_and_loads_back(dtype: torch.dtype, assign: bool) -> None:
     plain, model = on_frozen_base(dtype), converted("fp8", dtype)
     before, errors = payloads(model), rms(model, plain)
@@ -218,8 +215,8 @@ def test_state_dict_is_plain_and_loads_back(dtype: torch.dtype, assign: bool) ->
         saved = model.state_dict()
         model.state_dict()
     (message,) = (str(warning.message) for warning in told)
-    said = "6 frozen weights are rounded to FP8 (`frozen_weights='fp8'`): relative RMS error"
-    assert f"{said} {errors[worst]:.2%} at most, in {named!r}" in message
+    assert "6 frozen weights are rounded" in message
+    assert f"{errors[worst]:.2%} at most, in {named!r}" in message
     assert list(saved) == list(plain.state_dict())
     assert {type(tensor) for tensor in saved.values()} == {Tensor}
     assert {saved[name].dtype for name in BASE} == {dtype}
@@ -293,10 +290,16 @@ def test_unconvert_and_masters_back() -> None:
 # --- changes in place: merges ---
 
 
-@pytest.mark.parametrize("how", ["+=", "data +=", "data =", "add_", "setitem", "swap of parts"])
-def test_a_change_in_place_is_not_rounded(how: str) -> None:
-    model = converted("fp8")
-    weight, delta = model.query.base.weight, torch.randn(32, 32) * 1e-3
+IN_PLACE = ["+=", "data +=", "data =", "add_", "setitem", "copy_", "foreach"]
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [*zip(IN_PLACE, itertools.cycle([torch.float32, torch.bfloat16])), ("data =", torch.bfloat16)],
+)
+def test_a_change_in_place_is_not_rounded(how: str, dtype: torch.dtype) -> None:
+    model = converted("fp8", dtype)
+    weight, delta = model.query.base.weight, torch.randn(32, 32, dtype=dtype) * 0.1
     expected = weight.dequantized() + delta
     with torch.no_grad():
         if how == "+=":
@@ -311,12 +314,14 @@ def test_a_change_in_place_is_not_rounded(how: str) -> None:
             weight.data.add_(delta)
         elif how == "setitem":
             weight.data[:] = expected
+        elif how == "copy_":
+            weight.copy_(expected)
         else:
             torch._foreach_add_([weight, torch.zeros(3)], [delta, torch.ones(3)])
     assert model.query.base.weight is weight
     assert not weight.is_fp8
     assert same(weight.dequantized(), expected)
-    reference = converted("master")
+    reference = converted("master", dtype)
     reference.load_state_dict(model.state_dict())
     assert same(model.state_dict()["query.base.weight"], expected)
     x = torch.randn(2, 5, 32)
@@ -328,10 +333,12 @@ def test_a_change_in_place_is_not_rounded(how: str) -> None:
     # a plain parameter from now on, which may be trained
     plain = model.query.base.weight
     assert type(plain) is nn.Parameter
+    assert (plain.dtype, plain.requires_grad) == (dtype, False)
     assert same(plain.detach(), expected)
+    assert set(frozen_weights(model)) == set(BASE) - {"query.base.weight"}
     assert "it is new, written or not" in next(row.reason for row in describe(model) if row.path == "query.base")
     moved = copy.deepcopy(model).to(torch.float64).to(torch.float32)
-    assert same(moved.query.base.weight.detach(), expected)
+    assert same(moved.query.base.weight.detach(), expected.float())
     moved.query.base.weight.requires_grad_()
     moved(x).sum().backward()
     assert moved.query.base.weight.grad.any()
@@ -358,19 +365,6 @@ def test_a_write_of_the_same_values_changes_nothing(dtype: torch.dtype) -> None:
             weight[:2] = weight.dequantized()[:2]
     assert same(payloads(model), before)
     assert all(weight is held[name] and weight.is_fp8 for name, weight in frozen_weights(model).items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_written_weight_is_plain_in_the_dtype_of_its_master(dtype: torch.dtype) -> None:
-    model, values, x = converted("fp8", dtype), torch.randn(32, 32).to(dtype), torch.randn(2, 5, 32)
-    with torch.no_grad():
-        model.conv.weight.copy_(values)
-    with pytest.warns(UserWarning, match="'conv' was to be kept in FP8 only and has been changed in place"):
-        model(x)
-    assert type(model.conv.weight) is nn.Parameter
-    assert (model.conv.weight.dtype, model.conv.weight.requires_grad) == (dtype, False)
-    assert same(model.conv.weight.detach(), values)
-    assert set(frozen_weights(model)) == set(BASE) - {"conv.weight"}
 
 
 # --- moves, copies, and refused uses ---

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 
 import pytest
 import torch
 from feed_forward_blocks import HIDDEN, WIDTH, converted, llama, vit
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from lightning_fp8 import DelayedScaling
@@ -34,6 +34,8 @@ def kept(model: nn.Module, x_needs: bool, frozen: list[str]) -> Counter[tuple[to
         y = model(x)
     if y.requires_grad:
         y.sum().backward()
+        assert (x.grad is not None) == x_needs
+        assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
     return found
 
 
@@ -41,7 +43,7 @@ def counted(*wanted: tuple[bool, list[tuple[torch.dtype, tuple[int, ...]]]]) -> 
     return Counter(one for is_needed, tensors in wanted if is_needed for one in tensors)
 
 
-@pytest.mark.parametrize(("x", "weight", "bias"), list(product([False, True], repeat=3)))
+@pytest.mark.parametrize(("x", "weight", "bias"), pairwise(*[[False, True]] * 3))
 def test_linear(x: bool, weight: bool, bias: bool) -> None:
     model = converted(lambda: nn.Linear(WIDTH, HIDDEN))
     frozen = [*["weight"][weight:], *["bias"][bias:]]
@@ -73,7 +75,7 @@ def test_an_input_that_wgrad_takes_in_bf16_is_rounded_once(dtype: torch.dtype) -
     assert len(storages) == 1
 
 
-@pytest.mark.parametrize(("x", "first", "bias", "second"), list(product([False, True], repeat=4)))
+@pytest.mark.parametrize(("x", "first", "bias", "second"), pairwise(*[[False, True]] * 4))
 def test_feed_forward(x: bool, first: bool, bias: bool, second: bool) -> None:
     model = converted(vit)
     frozen = ["fc2.bias", *["fc1.weight"][first:], *["fc1.bias"][bias:], *["fc2.weight"][second:]]
@@ -84,7 +86,7 @@ def test_feed_forward(x: bool, first: bool, bias: bool, second: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("x", "gate", "up", "down"), list(product([False, True], repeat=4)))
+@pytest.mark.parametrize(("x", "gate", "up", "down"), pairwise(*[[False, True]] * 4))
 def test_gated_feed_forward(x: bool, gate: bool, up: bool, down: bool) -> None:
     model = converted(llama)
     frozen = [*["gate_proj"][gate:], *["up_proj"][up:], *["down_proj"][down:]]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
+import re
 from collections.abc import Callable
 from importlib import import_module
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 from feed_forward_blocks import HIDDEN, WIDTH, Mine, Scaled, SequentialOfAnotherKind, converted, part_by_part
 from feed_forward_step import assert_same_steps, training_step
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, unconvert
-from lightning_fp8.modules.class_swap import own_class
-from lightning_fp8.modules.known_blocks import form_of_class
-from lightning_fp8.modules.known_source import source_digest
+from lightning_fp8 import convert, describe
 
 # one class of transformers for each source
 CLASSES = """
@@ -50,27 +50,12 @@ def part_for(name: str) -> nn.Module:
 def test_each_source_is_computed_as_its_class_does(path: str, fused: list[str]) -> None:
     file, name = path.split(".")
     kind = getattr(import_module(f"transformers.models.{file}.modeling_{file}"), name)
-    form = form_of_class(kind, {})
-    assert form is not None
     model = type("Block", (nn.Module,), {"forward": kind.forward})()
-    for part in dict.fromkeys(form.paths):
+    for part in dict.fromkeys(re.findall(r"self\.(\w+)\(", inspect.getsource(kind.forward))):
         model.add_module(part, part_for(part))
     convert(model)
     assert_same_steps(part_by_part(model), model, steps=1)
     assert fused
-
-
-@pytest.mark.parametrize("prefix", ["bert.Bert", "roberta.Roberta", "electra.Electra", "fnet.FNet"])
-def test_layers_of_two_modules(prefix: str) -> None:
-    module, name = prefix.split(".")
-    file = import_module(f"transformers.models.{module}.modeling_{module}")
-    parts = {part.lower(): getattr(file, name + part) for part in ("Intermediate", "Output")}
-    layer = getattr(file, f"{name}Layer")
-    form = form_of_class(layer, parts)
-    assert form is not None
-    assert form.kind == "two modules"
-    # modules of other classes, or none
-    assert form_of_class(layer, {**parts, "output": Mine}) is form_of_class(layer, {}) is None
 
 
 def test_a_decoder_layer_of_torch(fused: list[str]) -> None:
@@ -78,6 +63,20 @@ def test_a_decoder_layer_of_torch(fused: list[str]) -> None:
     parts, x = part_by_part(model), torch.randn(3, 5, WIDTH)
     assert all(map(torch.equal, training_step(parts, parts._ff_block, x), training_step(model, model._ff_block, x)))
     assert fused == ["relu"]
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "FNet"])
+def test_layers_of_two_modules(name: str) -> None:
+    file = import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    settings = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": 2, "hidden_dropout_prob": 0.0}
+    layer = getattr(file, f"{name}Layer")(getattr(transformers, f"{name}Config")(**settings))
+    layer.attention = layer.fourier = None
+    other = copy.deepcopy(layer)
+    convert(layer)
+    assert sum("feed-forward fused" in row.reason for row in describe(layer)) == 2
+    # with a module of another class
+    other.output = Mine()
+    assert not any("feed-forward fused" in row.reason for row in describe(convert(other)) if "output" not in row.path)
 
 
 class Inheriting(Mine):
@@ -154,52 +153,15 @@ def test_sequences(fused: list[str]) -> None:
     assert type(partly) is nn.Sequential
 
 
-def test_conversion_of_parts_comes_and_goes() -> None:
-    model = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0)
-    for ignored in ("linear2", None, "linear1"):
-        convert(model, ignore_modules=() if ignored is None else (ignored,))
-        assert (type(model) is nn.TransformerEncoderLayer) == (ignored is not None)
-        assert isinstance(model, nn.TransformerEncoderLayer)
-        assert type(model).__name__ == ("Fp8" if ignored is None else "") + "TransformerEncoderLayer"
-    unconvert(convert(model))
-    assert type(model) is nn.TransformerEncoderLayer
-
-
 def test_a_class_changed_since_conversion_is_no_longer_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = converted(Mine)
+    model, known = converted(Mine), Mine.forward
     data = pickle.dumps(model)
     monkeypatch.setattr(Mine, "forward", Scaled.forward)
     assert type(pickle.loads(data)) is Mine
-    assert own_class(convert(Mine())) is Mine
-
-
-def method(source: str) -> FunctionType:
-    """A function that was not read from a file."""
-    found: dict[str, Any] = {}
-    exec(source, found)
-    return found["forward"]
-
-
-def test_digests() -> None:
-    def changed(self: Any, hidden_states: Tensor) -> Tensor:
-        hidden_states = self.fc1(hidden_states)
-        hidden_states = self.activation_fn(hidden_states)
-        hidden_states = self.fc2(hidden_states)
-        return hidden_states + 0
-
-    def closed(self: Any, x: Tensor) -> Any:
-        return changed(self, x)
-
-    digests = [source_digest(one) for one in (Mine.forward, Scaled.forward, changed)]
-    assert all(len(digest) == 16 for digest in digests)
-    assert len({*digests}) == 3
-    nothing = (closed, decorated(Mine.forward), lambda self, x: x, len, None, method("def forward(self, x): return x"))
-    assert [*map(source_digest, nothing)] == [""] * 6
-
-
-def test_new_code_of_a_function_has_its_own_digest() -> None:
-    # notebooks exchange it when they reload a module
-    forward = FunctionType(Mine.forward.__code__, {})
-    assert source_digest(forward) == source_digest(Mine.forward)
+    assert type(convert(Mine())) is Mine
+    # notebooks exchange the code of a function when they reload a module
+    forward = FunctionType(known.__code__, known.__globals__)
+    monkeypatch.setattr(Mine, "forward", forward)
+    assert type(convert(Mine())) is not Mine
     forward.__code__ = Scaled.forward.__code__
-    assert source_digest(forward) == source_digest(Scaled.forward)
+    assert type(convert(Mine())) is Mine

@@ -66,10 +66,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize(
-    ("inner", "outer"),
-    [(False, None), (True, None), (False, False), (True, True), (True, False), (False, True), (None, True)],
-)
+@pytest.mark.parametrize(("inner", "outer"), [(False, None), (True, None), (True, False), (False, True)])
 def test_activation_checkpointing_changes_nothing(inner: bool | None, outer: bool | None) -> None:
     plain = convert(Stack(), DelayedScaling(amax_history_len=4))
     recomputed = copy.deepcopy(plain)
@@ -91,21 +88,6 @@ def test_compiled_training_changes_nothing(checkpointed: bool) -> None:
     # with the partition into forward and backward of inductor, which computes in another order than torch
     call = torch.compile(run, fullgraph=True, backend="aot_eager_decomp_partition")
     assert_same(train(compiled, call), train(eager, eager))
-
-
-def test_compiled_evaluation_and_no_recompilation() -> None:
-    torch._dynamo.reset()
-    model = convert(small_mlp(32))
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    call = torch.compile(model, fullgraph=True, backend=counter)
-    train(model, call, steps=2)
-    after_two_steps = counter.frame_count
-    train(model, call, steps=4)
-    assert counter.frame_count == after_two_steps
-    model.eval()
-    x = torch.randn(4, 32)
-    with torch.no_grad():
-        assert torch.equal(call(x), model(x))
 
 
 def test_compiled_forwards_before_their_backwards_and_an_update_between() -> None:
@@ -152,13 +134,12 @@ def test_checkpoint_wrapper(reentrant: bool, convert_first: bool) -> None:
 OPERATORS = torch.ops.lightning_fp8
 
 
-@pytest.mark.parametrize("saved", ["nothing", "linear layers", "casts", "everything"])
+@pytest.mark.parametrize("saved", ["linear layers", "casts", "everything"])
 def test_selective_checkpointing(saved: str) -> None:
     """What a policy saves is not computed again; everything else is, and records nothing twice."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     chosen = {
-        "nothing": set(),
         "linear layers": {OPERATORS.linear.default},
         "casts": {OPERATORS.cast.default},
         "everything": {OPERATORS.linear.default, OPERATORS.cast.default, torch.ops.aten.gelu.default},
@@ -179,11 +160,10 @@ def test_selective_checkpointing(saved: str) -> None:
     assert calls["lightning_fp8.linear.default first"] > 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_evaluation_between_forward_and_backward(reentrant: bool) -> None:
+def test_evaluation_between_forward_and_backward() -> None:
     plain = convert(Stack())
     recomputed = copy.deepcopy(plain)
-    recomputed.around = use(reentrant)
+    recomputed.around = use(True)
 
     def with_evaluation(x: Tensor) -> Tensor:
         y = recomputed(x)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from by_columns import padded, unpadded
-from copied_bytes import copied_bytes
 from fp8_numpy import cast_in_blocks, code_values
 from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, convert, ops
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.cuda.plain import as_torch_takes, check_blocks, product_of_blocks
+from lightning_fp8.ops.cuda.plain import check_blocks, product_of_blocks
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
 
@@ -108,17 +107,6 @@ def _by_rows(b: Tensor, slot: Slot) -> Any:
     return payload, None, scale_inv
 
 
-def test_scales_as_torch_takes_them() -> None:
-    """The shapes and strides that ``torch.nn.functional.scaled_mm`` checks."""
-    payload, scale_inv = torch.zeros(200, 300, dtype=torch.uint8), torch.rand(2, 3)
-    padded, scales, kind = as_torch_takes(Fp8Tensor(payload[:198], torch.rand(198, 3), "e4m3"), 4)
-    assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise1x128", (200, 3), (1, 200))
-    assert padded.shape == (200, 304)
-    _, scales, kind = as_torch_takes(Fp8Tensor(payload, scale_inv, "e4m3"), 16)
-    assert (kind.name, tuple(scales.shape), scales.stride()) == ("BlockWise128x128", (4, 2), (1, 4))
-    assert torch.equal(scales[:3].t(), scale_inv)
-
-
 @pytest.mark.parametrize("squares", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 130, 300), (64, 16, 512), (333, 147, 300)])
 @pytest.mark.usefixtures("strict_products")
@@ -141,25 +129,6 @@ def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, sq
             found = product_of_blocks(*operands, bias, dtype)
             assert found.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("squares", [True, False])
-@pytest.mark.usefixtures("strict_products")
-def test_operands_of_torchs_product_are_copied_only_where_they_are_padded(squares: bool) -> None:
-    # payloads and scales: those of squares have a number of blocks along K that is a multiple of four
-    for m, n, k, expected in (
-        (64, 48, 512, 0),
-        (62, 48, 512, 64 * 512 + 64 * 4 * 4),
-        (64, 40, 512, 48 * 512 + (0 if squares else 48 * 4 * 4) + 64 * 40 * 2),
-        (64, 48, 384, 4 * 4 if squares else 0),
-        (64, 48, 500, (64 + 48) * 512),
-    ):
-        a, b = (torch.zeros(rows, k, dtype=torch.uint8) for rows in (m, n))
-        blocks = -(-k // 128)
-        scales = torch.ones(blocks, m).t(), torch.ones(1, blocks) if squares else torch.ones(blocks, n).t()
-        with copied_bytes() as copied:
-            product_of_blocks(Fp8Tensor(a, scales[0], "e4m3"), Fp8Tensor(b, scales[1], "e4m3"), None, torch.bfloat16)
-        assert sum(copied.values()) == expected, (m, n, k, copied)
 
 
 def test_fp16_under_autocast_in_bf16() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from by_columns import padded, unpadded
 from fp8_numpy import saturating_cast
 from host_kernels import VARIANTS
@@ -274,14 +273,3 @@ def test_operators_equal_plain_torch(gpu: torch.device) -> None:
         args = (tensor, slot_of(state), "none", "both")
         for ours, theirs in zip(ops.cast(*args), plain.cast(*args), strict=True):
             assert torch.equal(ours, theirs)
-
-
-def test_one_layer_reaches_28_and_24_db(gpu: torch.device) -> None:
-    layer = convert(nn.Linear(1024, 1024, bias=False)).to(gpu)
-    x, dy = torch.randn(1024, 1024, device=gpu, requires_grad=True), torch.randn(1024, 1024, device=gpu)
-    layer(x).backward(dy)
-    with torch.no_grad():
-        w = layer.weight.double()
-        assert sqnr(layer(x), F.linear(x.double(), w)) >= 28
-        assert sqnr(x.grad, dy.double() @ w) >= 24
-        assert sqnr(layer.weight.grad, dy.double().t() @ x.double()) >= 24

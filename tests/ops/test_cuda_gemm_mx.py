@@ -37,24 +37,27 @@ def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 INPUT = torch.randn(130, 300, generator=torch.Generator().manual_seed(0))
-EXPECTED = step(INPUT)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_a_layer_launches_three_products(splits: int, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(CONFIGURATION, splits))
-    for actual, expected in zip(step(INPUT), EXPECTED, strict=True):
-        assert sqnr(actual, expected) > 110
+@pytest.fixture(scope="module")
+def expected() -> tuple[Tensor, Tensor, Tensor]:
+    """By the reference."""
+    return step(INPUT)
+
+
+@pytest.mark.parametrize("splits", [1, 2, None], ids=["whole", "in parts", "without the kernel"])
+def test_a_layer_launches_three_products(
+    splits: int | None, expected: tuple[Tensor, ...], cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(CONFIGURATION, splits or 1))
+    if splits is None:
+        monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: None)
+    for actual, wanted in zip(step(INPUT), expected, strict=True):
+        assert sqnr(actual, wanted) > 110
     launched = Counter(name.split()[0] for name in cuda_half.elements())
-    assert launched["gemm_sm89"] == sum(name.endswith("PROMOTE=0 B_SCALE_ROWS=1") for name in cuda_half.elements()) == 3
+    products = sum(name.endswith("PROMOTE=0 B_SCALE_ROWS=1") for name in cuda_half.elements())
+    assert launched["gemm_sm89"] == products == (3 if splits else 0)
     assert launched["sum_splits"] == (3 if splits == 2 else 0)
-
-
-def test_without_the_kernel_torch_multiplies(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(CONFIGURATION))
-    monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: None)
-    for actual, expected in zip(step(INPUT), EXPECTED, strict=True):
-        assert sqnr(actual, expected) > 110
 
 
 def kernel(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> HostKernel:

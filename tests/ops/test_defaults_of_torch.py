@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 from torch import Tensor, nn
 
 from lightning_fp8 import convert, export, load_exported, scaling_state
@@ -48,9 +49,7 @@ def assert_same(default: str, model: nn.Module, *given: Tensor, **settings: Any)
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("half", ["cuda", "cpu"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "half", "default"), pairwise([*RECIPES], ["cuda", "cpu"], [*DEFAULTS]))
 def test_training(recipe: str, half: str, default: str, request: pytest.FixtureRequest) -> None:
     if half == "cuda":
         request.getfixturevalue("cuda_half")

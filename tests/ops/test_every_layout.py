@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import strict_scaled_mm
 import torch
-from copied_bytes import copied_bytes
 from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH
 from published_weights import with_codes
 from torch import Tensor, nn
@@ -18,9 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kernels_cuda import casts
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, ops, scaling_state
-from lightning_fp8.modules.compiled_casts import keep_compiled_casts
-from lightning_fp8.ops.cuda import layouts, plain
-from lightning_fp8.ops.operand import Fp8Tensor, WeightSlot
+from lightning_fp8.ops.cuda import layouts
+from lightning_fp8.ops.operand import WeightSlot
 from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -117,30 +115,6 @@ def test_bytes_that_casts_write_and_backward_keeps(
         assert torch.equal(operand.by_columns, operand.by_rows.t())
 
 
-def refreshed(model: nn.Module) -> Counter[str]:
-    """What is copied where weights are cast for compiled code once more."""
-    gemms = [gemm for layer in model.modules() for gemm in getattr(layer, "fp8", {}).values()]
-    for _ in range(2):
-        with copied_bytes() as copied, keep_compiled_casts(gemms, record=True):
-            pass
-        with torch.no_grad():
-            for gemm in gemms:
-                gemm.weight.mul_(1.5)
-    return copied
-
-
-@pytest.mark.parametrize("layer", ["linear", "gelu", "k by n"])
-def test_casts_for_compiled_code_are_written_in_place(
-    layer: str, cuda_half: Counter[str], request: pytest.FixtureRequest
-) -> None:
-    torch.manual_seed(0)
-    model = convert(LAYERS[layer](), DELAYED)
-    expected = refreshed(model)
-    request.getfixturevalue("every_layout")
-    # scales alone
-    assert refreshed(convert(LAYERS[layer](), DELAYED)) == expected
-
-
 def test_a_frozen_base_keeps_one_byte_a_parameter(cuda_half: Counter[str], request: pytest.FixtureRequest) -> None:
     def gradient() -> tuple[Tensor, list[Tensor]]:
         torch.manual_seed(0)
@@ -169,21 +143,6 @@ def test_operands_with_several_scales_are_k_major(kind: str) -> None:
         assert made.by_columns.is_contiguous()
     held = with_codes(nn.Linear(128, 256), kind).weight
     assert held.operand_payloads()[1].is_contiguous()
-
-
-@pytest.mark.usefixtures("strict_products", "every_layout")
-@pytest.mark.parametrize(("rows", "columns"), [(48, 32), (48, 40), (40, 48), (33, 17), (16, 16)])
-def test_products_of_views_are_those_of_copies(rows: int, columns: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    codes = (
-        torch.randint(0, 120, shape, generator=generator, dtype=torch.uint8) for shape in ((64, rows), (64, columns))
-    )
-    a, b = (Fp8Tensor(one.t(), torch.tensor(0.5), "e4m3") for one in codes)
-    expected = [one._replace(payload=one.payload.contiguous()) for one in (a, b)]
-    bias = torch.randn(columns)
-    for dtype in (torch.float32, torch.bfloat16):
-        made = plain.scaled_mm(a, b, bias, dtype, False)
-        assert torch.equal(made, plain.scaled_mm(*expected, bias, dtype, False))
 
 
 @pytest.mark.usefixtures("strict_products")

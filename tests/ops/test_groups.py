@@ -119,11 +119,9 @@ def results(given: dict[str, Any], count: int) -> tuple[list[Tensor], ScalingSta
     return [y, *gradients, x_fp8.scale_inv], state
 
 
-def test_two_hundred_routings_by_kernels_and_one_by_one(
-    grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixty_routings_by_kernels_and_one_by_one(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same codes, and so sums that differ by the order of their terms alone."""
-    for number in range(200):
+    for number in range(60):
         given, count = problem(number)
         found, state = results(given, count)
         with monkeypatch.context() as patch:

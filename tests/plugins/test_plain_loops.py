@@ -181,32 +181,6 @@ def test_two_processes_with_fabric(tmp_path: Path) -> None:
     assert forward_and_same(net, models[0])
 
 
-# --- save and load ---
-
-
-def test_a_plain_loop_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
-    whole, first, second = convert(seeded()), convert(seeded()), convert(seeded())
-    plain_loop(whole, whole.configure_optimizers(), batches(2))
-    optimizer = first.configure_optimizers()
-    plain_loop(first, optimizer, batches())
-    state = {"model": first.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**state, "scaling": scaling_state(first).state_dict()}, tmp_path / "half.pt")
-    saved = torch.load(tmp_path / "half.pt", weights_only=True)
-    second.load_state_dict(saved["model"])
-    scaling_state(second).load_state_dict(saved["scaling"])
-    optimizer = second.configure_optimizers()
-    optimizer.load_state_dict(saved["optimizer"])
-    plain_loop(second, optimizer, batches())
-    assert same(whole, second)
-    # without the scales, the run differs
-    without = convert(seeded())
-    without.load_state_dict(saved["model"])
-    optimizer = without.configure_optimizers()
-    optimizer.load_state_dict(saved["optimizer"])
-    plain_loop(without, optimizer, batches())
-    assert not same(whole, without)
-
-
 # --- several models, several optimizers ---
 
 

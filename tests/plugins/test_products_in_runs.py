@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import torch
 from lightning.pytorch.loggers import CSVLogger
 from lit import loader, make_trainer, seeded
-from small_models import small_mlp
 from stacked_blocks import Blocks, products
 
 from lightning_fp8 import (
@@ -16,10 +13,6 @@ from lightning_fp8 import (
     QuantizationProbe,
     ScaleFactorLogger,
     ScaleWatchdog,
-    convert,
-    export,
-    load_exported,
-    scaling_state,
 )
 from lightning_fp8.plugins.fabric import FabricPrecision
 
@@ -54,19 +47,3 @@ def test_callbacks_see_only_what_is_cast(tmp_path: Path) -> None:
     assert {name for name in tensors if name.startswith("net.")} == {
         *("net.0.input", "net.0.grad_output", "net.2.input", "net.2.weight")
     }
-
-
-def test_export_writes_what_is_true(tmp_path: Path) -> None:
-    model = convert(small_mlp(), overrides={"0": {"fprop": "bf16"}, "2": {"wgrad": "bf16"}})
-    for seed in range(2):
-        model(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).sum().backward()
-        scaling_state(model).update()
-    model.eval()
-    x = torch.randn(8, 32)
-    with torch.no_grad():
-        expected = model(x)
-        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
-        loaded = load_exported(small_mlp(), export(model, tmp_path / "model"))
-        assert torch.equal(loaded(x), expected)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["quantization_config"]["ignored_layers"] == ["0"]

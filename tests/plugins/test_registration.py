@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,11 +49,15 @@ def parallel(strategy: Any) -> Any:
     return strategy(parallelize_fn=lambda model, mesh: model)
 
 
-STRATEGIES = ["auto", "ddp", "ddp_find_unused_parameters_true", "ddp_spawn", strategies.ModelParallelStrategy, "fsdp"]
+STRATEGIES = ["ddp", "ddp_find_unused_parameters_true", "ddp_spawn", strategies.ModelParallelStrategy, "fsdp"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def with_each(strategies: list[Any]) -> list[tuple[str, Any]]:
+    """Every string with the default strategy, and one of each plugin with each of the others."""
+    return [*product(PRECISIONS, ["auto"]), *product(["fp8-delayed", "bf16-mixed", "bf16-true"], strategies)]
+
+
+@pytest.mark.parametrize(("precision", "strategy"), with_each(STRATEGIES))
 def test_trainer(precision: str, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = "cuda" if strategy == "fsdp" else "cpu"
     if strategy == "fsdp":
@@ -69,8 +74,7 @@ def test_trainer(precision: str, strategy: Any, monkeypatch: pytest.MonkeyPatch)
     assert made.precision_plugin is given
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", ["auto", "ddp", fabric_strategies.ModelParallelStrategy, "fsdp"])
+@pytest.mark.parametrize(("precision", "strategy"), with_each(["ddp", fabric_strategies.ModelParallelStrategy, "fsdp"]))
 def test_fabric(precision: str, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = "cuda" if strategy == "fsdp" else "cpu"
     if strategy == "fsdp":
@@ -152,24 +156,22 @@ def test_xla_and_deepspeed(monkeypatch: pytest.MonkeyPatch, module: Any, strateg
             method(_Connector(strategy, string, plugin, fabric))
 
 
-@pytest.mark.parametrize("make", [trainer, lf.Fabric])
 @pytest.mark.parametrize(
     ("asked", "meant"),
-    [("fp8", "fp8-delayed"), ("fp8_delayed", "fp8-delayed"), ("FP8-delayed", "fp8-delayed"), ("bf16-mix", "bf16-mixed"),
-     ("bf16_true", "bf16-true"), ("float8", "fp8-delayed"), ("16-mix", None), ("int8", None), (8, None)],
+    [("fp8", "fp8-delayed"), ("FP8-delayed", "fp8-delayed"), ("bf16_true", "bf16-true"), ("float8", "fp8-delayed"),
+     ("16-mix", None), (8, None)],
 )  # fmt: skip
-def test_a_misspelt_string_gets_the_right_one(make: Any, asked: Any, meant: str | None) -> None:
-    with pytest.raises(ValueError, match="is invalid") as error:
-        make(precision=asked)
-    lightnings, _, said = str(error.value).partition(" Did you mean ")
-    assert said == (f"{meant!r}?" if meant else "")
-    assert lightnings.startswith(f"Precision {asked!r} is invalid. Allowed precision values: (")
-    assert "'fp8-delayed'" in lightnings
+def test_a_misspelt_string_gets_the_right_one(asked: Any, meant: str | None) -> None:
+    for make in (trainer, lf.Fabric):
+        with pytest.raises(ValueError, match="is invalid") as error:
+            make(precision=asked)
+        lightnings, _, said = str(error.value).partition(" Did you mean ")
+        assert said == (f"{meant!r}?" if meant else "")
+        assert "'fp8-delayed'" in lightnings
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16", 16])
+@pytest.mark.parametrize(("precision", "options"), [("16-mixed", {}), (16, {"strategy": "ddp"})])
 @pytest.mark.filterwarnings("ignore:.*fp16 is not supported on CPU")
-@pytest.mark.parametrize("options", [{}, {"strategy": "ddp"}])
 def test_what_lightning_replaces_with_bf16_is_ours(precision: Any, options: dict[str, Any]) -> None:
     """On a CPU, Lightning replaces fp16 by ``bf16-mixed``, with a warning."""
     options = {"accelerator": "cpu", "devices": 1, **options, "precision": precision}
@@ -296,7 +298,6 @@ assert type(fp8) is lightning_fp8.Fp8Precision
 """
 CHECKS = {
     None: "assert kinds() == ours; register(bf16=False); assert kinds() == lightnings",
-    "1": "assert kinds() == ours",
     "0": "assert kinds() == lightnings; register(bf16=True); assert kinds() == ours",
 }
 
@@ -316,8 +317,7 @@ def test_importing_the_package_replaces_bf16_unless_told_not_to(value: str | Non
 def test_another_value_of_the_variable_is_refused_at_import() -> None:
     run = run_fresh("import lightning_fp8", "no")
     assert run.returncode == 1
-    assert "ValueError: LIGHTNING_FP8_REPLACE_BF16 must be 1, to replace" in run.stderr
-    assert "or 0, to leave them alone; got 'no'." in run.stderr
+    assert "ValueError: LIGHTNING_FP8_REPLACE_BF16 must be 1" in run.stderr
 
 
 @pytest.mark.parametrize(("owner", "name"), METHODS)

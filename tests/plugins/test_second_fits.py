@@ -27,7 +27,6 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
-from lightning_fp8.dtypes import storage
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
@@ -155,23 +154,6 @@ def test_copies_are_released_too(how: str) -> None:
     Bf16MixedPrecision().convert_module(copied)
     assert "forward" not in vars(copied.net[0])
     assert "forward" in vars(model.net[0])
-
-
-def test_an_lstm_with_a_patched_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_autocast_lstm_fails_on_cpu", lambda: True)
-    plugin, model, calls = Bf16MixedPrecision(), nn.Sequential(nn.LSTM(16, 8)), []
-    plugin.convert_module(model)
-    before = model[0].forward
-
-    def patched(x: Tensor) -> Any:
-        calls.append(x)
-        return before(x)
-
-    model[0].forward = patched
-    plugin.convert_module(model)
-    with plugin.forward_context(), pytest.warns(UserWarning, match="run in float32"):
-        y, _ = model(torch.randn(3, 2, 16))
-    assert (len(calls), y.dtype) == (1, torch.float32)
 
 
 def test_a_patched_forward_outlives_the_class_that_it_was_made_for(tmp_path: Path) -> None:

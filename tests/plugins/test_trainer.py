@@ -106,19 +106,6 @@ def test_bf16_after_fp8_is_really_bf16(tmp_path: Path, precision: str) -> None:
     assert trainer.precision == precision
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bf16_precisions_train_as_lightnings_own(tmp_path: Path, precision: str) -> None:
-    ours, stock = seeded(), seeded()
-    make_trainer(tmp_path, precision=precision, max_epochs=2).fit(ours, loader())
-    unregister()
-    try:
-        make_trainer(tmp_path, precision=precision, max_epochs=2).fit(stock, loader())
-    finally:
-        register()
-    assert torch.equal(torch.stack(ours.losses), torch.stack(stock.losses))
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), stock.parameters(), strict=True))
-
-
 class Fused(Regression):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.fused)
@@ -168,12 +155,8 @@ def of_another(precision: Any, path: Path, **kwargs: Any) -> pl.Trainer:
 def test_another_precision_says_that_scales_stand_still(tmp_path: Path, precision: Any, name: str) -> None:
     model, trainer = convert(seeded()), of_another(precision, tmp_path, max_epochs=2)
     (message,) = warned("Trainer", lambda: trainer.fit(model, loader(), loader()))
-    layers = "Regression has 2 converted layers, which this precision leaves in FP8: net.0, net.2."
-    assert message.startswith(
-        f"Trainer, precision {name}: {layers} This Trainer neither updates their scales nor saves"
-    )
-    for advice in ('precision="fp8-delayed"', "unconvert(model)", "scaling_state(model).update()"):
-        assert advice in message
+    for words in (f"precision {name}", "2 converted layers", ": net.0, net.2.", 'precision="fp8-delayed"'):
+        assert words in message
     # the message is correct
     assert isinstance(model.net[0], Fp8Linear)
     state = scaling_state(model)

@@ -39,20 +39,13 @@ def test_called_once_when_the_module_is_complete(module: Path) -> None:
     cancel()
 
 
-def test_called_at_once_for_a_module_that_is_there(module: Path) -> None:
+def test_called_at_once_for_a_module_that_is_there_and_not_once_cancelled(module: Path) -> None:
     module.write_text("")
+    called: list[str] = []
+    after_import(NAME, lambda: called.append("cancelled"))()
     importlib.import_module(NAME)
-    called: list[int] = []
-    after_import(NAME, lambda: called.append(1))()
-    assert called == [1]
-
-
-def test_cancelled(module: Path) -> None:
-    module.write_text("")
-    called: list[int] = []
-    after_import(NAME, lambda: called.append(1))()
-    importlib.import_module(NAME)
-    assert called == []
+    after_import(NAME, lambda: called.append("at once"))()
+    assert called == ["at once"]
 
 
 def test_an_import_that_fails_may_be_repeated(module: Path) -> None:

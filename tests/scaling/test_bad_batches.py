@@ -1,20 +1,17 @@
-"""NaN, inf and outliers in a batch, and a spike of the loss: which parts of the model and of the scales change."""
+"""NaN and inf in a batch: which parts of the model and of the scales change, also if only one process sees them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lit import Regression, Steps, dataset, loader, make_trainer, seeded
 from processes import all_end_well, as_ranks
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
+from lightning_fp8 import convert, scaling_state
 
 
 class LeavesOut(Regression):
@@ -60,8 +57,7 @@ def check_only_they_stay(steps: Steps, names: tuple[str, ...], bad_step: int, sa
         assert after["scale"].isfinite().all()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("where", "what"), BAD)
+@pytest.mark.parametrize(("where", "what", "accumulate"), [(*bad, 1 + at % 2) for at, bad in enumerate(BAD)])
 def test_a_bad_batch(tmp_path: Path, where: str, what: str, accumulate: int) -> None:
     model, steps = seeded(LeavesOut), Steps()
     # batch 3 of 8: with two micro-batches per step, it is the second of step 1
@@ -73,8 +69,9 @@ def test_a_bad_batch(tmp_path: Path, where: str, what: str, accumulate: int) -> 
     losses = torch.stack(model.losses)
     assert losses[~(torch.arange(8) == 3)].isfinite().all()
     assert all(p.isfinite().all() for p in model.parameters())
-    make_trainer(tmp_path, max_epochs=20).fit(model, loader())
-    assert torch.stack(model.losses[-4:]).mean() < 0.5 * losses[:3].mean()
+    if (where, what) == ("x", "nan"):
+        make_trainer(tmp_path, max_epochs=20).fit(model, loader())
+        assert torch.stack(model.losses[-4:]).mean() < 0.5 * losses[:3].mean()
 
 
 def train_with_nan_on_one_rank(path: Path) -> None:
@@ -103,72 +100,3 @@ def test_a_bad_batch_on_one_rank(tmp_path: Path) -> None:
         assert torch.equal(ranks[0]["after"][-1][field], ranks[1]["after"][-1][field])
     assert all(map(torch.equal, ranks[0]["weights"], ranks[1]["weights"]))
     assert all(p.isfinite().all() for p in ranks[0]["weights"])
-
-
-SPIKE_AT = 9
-
-
-class Spiky(Regression):
-    """With gradient clipping, multiplies the loss of one step by a factor."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__(lr=0.1)
-        self.factor = factor
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * self.factor if self.trainer.global_step == SPIKE_AT else loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class Clipped(pl.Callback):
-    """Records how much of each tensor was saturated in the step of the spike, and the gradients before clipping."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == SPIKE_AT:
-            scaling_state(module).cast_counts.start(self)
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == SPIKE_AT:
-            state = scaling_state(module)
-            assert state.cast_counts.values is not None
-            self.saturated = dict(zip(state.names, state.cast_counts.values[:, 1].tolist(), strict=True))
-            self.gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-            state.cast_counts.stop(self)
-
-
-def with_spike(path: Path, factor: float, history: int) -> tuple[Spiky, Steps, Clipped]:
-    model, steps, clipped = seeded(Spiky, factor=factor), Steps("scale"), Clipped()
-    plugin = Fp8Precision(recipe=DelayedScaling(amax_history_len=history))
-    options: dict[str, Any] = {"plugins": plugin, "max_epochs": 10, "gradient_clip_val": 1.0}
-    make_trainer(path, callbacks=[steps, clipped], **options).fit(model, loader())
-    return model, steps, clipped
-
-
-@pytest.mark.parametrize("factor", [1e6, -1e6])
-def test_a_loss_spike(tmp_path: Path, factor: float) -> None:
-    history = 4
-    calm, calm_steps, calm_clipped = with_spike(tmp_path, 1.0, history)
-    model, steps, clipped = with_spike(tmp_path, factor, history)
-    names = scaling_state(model).names
-    spiked = torch.tensor([name == "net.2.grad_output" for name in names])
-    # no difference before that step
-    assert torch.equal(steps.after[SPIKE_AT]["scale"], calm_steps.after[SPIKE_AT]["scale"])
-    assert torch.equal(torch.stack(model.losses[: SPIKE_AT + 1]), torch.stack(calm.losses[: SPIKE_AT + 1]))
-    # in that step: saturated, finite
-    assert sum(calm_clipped.saturated[name] for name in names if name.endswith("grad_output")) < 8
-    assert clipped.saturated["net.2.grad_output"] > 16 * 16 * 0.9
-    assert all(gradient.isfinite().all() for gradient in clipped.gradients)
-    ratio = [after["scale"] / before["scale"] for after, before in zip(steps.after, calm_steps.after, strict=True)]
-    for step in range(SPIKE_AT + 1, SPIKE_AT + 1 + history):
-        # the scale follows for as long as the spike is in the history; layers after the cast see little of it
-        assert 1e-7 < ratio[step][spiked] < 1e-5
-        assert ((ratio[step][~spiked] > 0.25) & (ratio[step][~spiked] < 4)).all()
-    for step in range(SPIKE_AT + 1 + history, len(ratio)):
-        assert ((ratio[step] > 0.25) & (ratio[step] < 4)).all()
-    assert torch.stack(model.losses).isfinite().all()
-    late, late_calm = torch.stack(model.losses[-8:]).mean(), torch.stack(calm.losses[-8:]).mean()
-    assert late < 1.05 * late_calm
-    assert late < 0.8 * torch.stack(model.losses[:4]).mean()

@@ -100,10 +100,9 @@ def test_gradients_of_evaluation(kind: str) -> None:
         assert delayed < 1.3 * current + 0.01
 
 
-@pytest.mark.parametrize("kind", ["linear", "gated", "attention"])
-def test_compiled(kind: str) -> None:
+def test_compiled() -> None:
     torch.compiler.reset()
-    model, plain = trained(kind, DelayedScaling())
+    model, plain = trained("gated", DelayedScaling())
     compiled = torch.compile(model, backend="aot_eager")
     expected = input_gradient(plain, LOSSES["saliency"])
     assert error(input_gradient(compiled, LOSSES["saliency"]), expected) < 0.12

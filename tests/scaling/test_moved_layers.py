@@ -121,9 +121,7 @@ def test_in_copies(kind: str, move: Callable[[nn.Module], None], how: str) -> No
     assert_the_same(COPIES[how](model), model, inputs)
 
 
-@pytest.mark.parametrize("move", MOVES[:3])
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize(("kind", "move", "weights_first"), pairwise([*MODELS], MOVES[:3], [True, False]))
 def test_in_a_loop_of_ones_own(weights_first: bool, kind: str, move: Callable[[nn.Module], None]) -> None:
     model, fresh, inputs = moved(kind, move)
     loads = [
@@ -145,10 +143,9 @@ def test_a_recipe_without_histories() -> None:
         assert_the_same(copied, copy.deepcopy(model), inputs)
 
 
-@pytest.mark.parametrize("move", MOVES[:3])
-def test_in_a_trainer_that_resumes(move: Callable[[nn.Module], None], tmp_path: Path) -> None:
+def test_in_a_trainer_that_resumes(tmp_path: Path) -> None:
     model, file = convert(seeded()), str(tmp_path / "one.ckpt")
-    move(model)
+    both(model)
     trainer = make_trainer(tmp_path)
     trainer.fit(model, loader())
     trainer.save_checkpoint(file)
@@ -158,6 +155,6 @@ def test_in_a_trainer_that_resumes(move: Callable[[nn.Module], None], tmp_path: 
     make_trainer(tmp_path, max_epochs=2).fit(resumed, loader(), ckpt_path=file, **TRUSTED)
     assert places(resumed) == places(model) == places(copied)
     whole = convert(seeded())
-    move(whole)
+    both(whole)
     make_trainer(tmp_path, max_epochs=2).fit(whole, loader())
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))

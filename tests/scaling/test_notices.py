@@ -153,19 +153,6 @@ def test_an_optimizer_that_calls_its_closure_several_times(tmp_path: Path) -> No
     assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [4] * 4
 
 
-def test_weights_that_a_loop_clips_after_each_step() -> None:
-    """What changes weights is nobody's concern: the next forward records what it needs."""
-    model = convert(small_mlp())
-    optimizer = sgd(model)
-    with told():
-        for _ in range(8):
-            step(model, optimizer)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.clamp_(-0.05, 0.05)
-    assert (scaling_state(model).amax_history > 0).sum(0).tolist() == [8] * 4
-
-
 # --- inf and NaN ------------------------------------------------------------------------------------------------------
 
 
@@ -191,16 +178,6 @@ def test_the_first_inf_or_nan_is_named_with_its_step(value: float) -> None:
         step(model, sgd(model))
 
 
-def test_under_a_trainer_without_callbacks(tmp_path: Path) -> None:
-    class Bad(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            return super().training_step((x * float("inf") if batch_idx == 2 else x, y), batch_idx)
-
-    with told("'net.0.input' at optimizer step 3 of this model"):
-        make_trainer(tmp_path, max_steps=4).fit(seeded(Bad), loader())
-
-
 def test_what_a_checkpoint_counts_is_no_news() -> None:
     model, bad = convert(small_mlp()), torch.full((8, 32), float("inf"))
     with told(NONFINITE):
@@ -214,18 +191,6 @@ def test_what_a_checkpoint_counts_is_no_news() -> None:
 
 
 # --- amaxes that wait -------------------------------------------------------------------------------------------------
-
-
-def test_amaxes_that_came_along_with_a_copy_become_scales() -> None:
-    model = convert(small_mlp())
-    model(torch.ones(8, 32)).sum().backward()
-    copied = copy.deepcopy(model)
-    scaling_state(copied).update()
-    assert (scaling_state(copied).amax_history[0] > 0).all()
-    # gradients that wait are in no checkpoint, and nor are amaxes
-    scaling_state(model).load_state_dict(scaling_state(model).state_dict())
-    scaling_state(model).update()
-    assert not scaling_state(model).amax_history.any()
 
 
 @pytest.mark.parametrize("where", ["training_step", "backward", "on_before_optimizer_step"])

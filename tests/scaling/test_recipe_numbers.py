@@ -12,6 +12,7 @@ from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScalin
 from lightning_fp8.scaling.recipe import Recipe
 
 COMPARED = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
+SQUARES = MXScaling(weight_blocks=(32, 32))
 
 
 def in_docs(row: str) -> list[float]:
@@ -46,6 +47,7 @@ def test_signal_to_noise_of_one_layer() -> None:
     rows = "N(0, 1), signal to noise in dB: output", "N(0, 1): gradient of the input", "N(0, 1): gradient of the weight"
     for row, name in enumerate(rows):
         assert in_docs(name) == pytest.approx([one[row] for one in found], abs=0.1)
+    assert layer_db(SQUARES) == pytest.approx((28.5, 28.5, 28.5), abs=0.15)
     # gradients in E4M3 have one bit more than in E5M2, which is meant for tensors of wide range
     assert all(one > least for one, least in zip(delayed, (28.2, 24.2, 24.2)))
     assert all(one > max(28.4, other) for one, other in (*zip(block, delayed), *zip(mx, delayed)))
@@ -70,6 +72,7 @@ def test_an_outlier_channel_takes_precision_from_its_block_only() -> None:
     # E4M3 keeps its precision down to 1/28,672 of its largest number, so a thousandfold channel costs no precision
     assert min(delayed[0], block[0]) > 28
     assert min(block[2], mx[2]) > delayed[2] + 15
+    assert contribution_db(SQUARES, 1e5) > 24
     rows = (
         "output of the other channels, one of 4096 being 1,000 times larger",
         "the same, 10,000 times larger",

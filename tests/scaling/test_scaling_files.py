@@ -68,8 +68,10 @@ def test_names_and_shapes_are_the_same_after_any_number_of_steps(recipe: Recipe)
     assert shapes(files[0]) == {f"{name}.{role}": fields for role in ("input", "grad_output") for name in "ab"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.precision)
-@pytest.mark.parametrize(("saved", "into"), [(5, 0), (9, 5), (20, 3), (0, 4)])
+@pytest.mark.parametrize(
+    ("saved", "into", "recipe"),
+    [(5, 0, RECIPES[0]), (9, 5, RECIPES[1]), (5, 0, RECIPES[2]), (20, 3, RECIPES[0]), (0, 4, RECIPES[0])],
+)
 def test_distributed_checkpoints_load_into_a_model_of_any_step(
     saved: int, into: int, recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ ANOTHER_FORM: dict[str, tuple[Callable[[Entries], Any], str]] = {
 def test_what_is_no_file_of_this_model_changes_nothing(what: str) -> None:
     model = trained(3, RECIPES[0])
     state, (make, message) = scaling_state(model), ANOTHER_FORM[what]
+    fall_back(model, "b")
     before = state.state_dict()
     with pytest.raises(ValueError, match=message):
         state.load_state_dict(make(scaling_state(trained(2, RECIPES[0])).state_dict()))

@@ -31,7 +31,7 @@ from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.scaling.precision import AS_SET, BF16
 
 SETTINGS = settings(
-    max_examples=30,
+    max_examples=24,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
@@ -344,7 +344,8 @@ def is_same(actual: np.ndarray, expected: np.float32) -> bool:
 def test_any_sequence(half: str, request: pytest.FixtureRequest) -> None:
     if half != "cpu":
         request.getfixturevalue(half)
-    run_state_machine_as_test(ConvertedModel, settings=SETTINGS)
+    examples = SETTINGS.max_examples if half == "cpu" else 12
+    run_state_machine_as_test(ConvertedModel, settings=settings(SETTINGS, max_examples=examples))
 
 
 def train(machine: ConvertedModel, update: str, skipped: str = "") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -29,21 +28,6 @@ class RunningBatchNormWithoutAffine(RunningBatchNorm):
         super().__init__(lambda: nn.BatchNorm2d(WIDTH, affine=False))
 
 
-class RunningBatchNormCumulative(RunningBatchNorm):
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.BatchNorm2d(WIDTH, momentum=None))
-
-
-class RunningInstanceNorm(RunningBatchNorm):
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.InstanceNorm2d(WIDTH, track_running_stats=True))
-
-
-class RunningInstanceNormAffine(RunningBatchNorm):
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=True))
-
-
 class RunningFunctionalBatchNorm(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -55,77 +39,6 @@ class RunningFunctionalBatchNorm(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = F.batch_norm(self.inputs(x), self.mean, self.variance, self.gain, self.bias, self.training)
         return self.head(x.tanh())
-
-
-class RunningOwnNorm(RunningFunctionalBatchNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inputs(x)
-        if self.training:
-            with torch.no_grad():
-                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-                self.variance.mul_(0.9).add_(x.var(0), alpha=0.1)
-        return self.head(((x - self.mean) / (self.variance + 1e-5).sqrt() * self.gain + self.bias).tanh())
-
-
-class RunningMeanOfCounts(Model):
-    """The running mean of all samples so far; 640 of them at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("total", torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.count += len(x)
-            self.total += (x + 1).sum(0)
-        return self.net(x + 1 - self.total / self.count)
-
-
-class NormalisedInputs(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("mean", torch.linspace(-0.5, 0.5, 8))
-        self.register_buffer("std", torch.linspace(0.8, 1.3, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net((x - self.mean) / self.std)
-
-
-class NormalisedImages(RunningBatchNorm):
-    def __init__(self) -> None:
-        super().__init__(nn.Identity)
-        self.register_buffer("mean", torch.tensor([0.485, 0.456]).view(1, 2, 1, 1))
-        self.register_buffer("std", torch.tensor([0.229, 0.224]).view(1, 2, 1, 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(0.3 * (x - self.mean) / self.std)
-
-
-class NormalisedInputsOfBareProduct(NormalisedInputs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net((x - self.mean) / self.std @ self.weight)
-
-
-class NormalisedTargets(NormalisedInputs):
-    """Predictions in units of the targets, which lie far from zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.tensor([20.0, 5.0, -7.0, 0.5]))
-        self.register_buffer("spread", torch.tensor([3.0, 2.0, 1.0, 0.5]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.spread + self.centre
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss((output - self.centre) / self.spread, y)
 
 
 class DataDependentStart(Model):
@@ -173,27 +86,6 @@ class VectorQuantisation(Model):
         return F.mse_loss(output, y) + 0.25 * self.commitment
 
 
-class CodebookByEmbedding(VectorQuantisation):
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.encoder(x)
-        q = F.embedding(torch.cdist(z.float(), self.codes.float()).argmin(1), self.codes)
-        self.commitment = F.mse_loss(z, q.detach())
-        return self.decoder(z + (q - z).detach())
-
-
-class AverageOfOutputs(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net(x)
-        if self.training:
-            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return self.head((x - self.average).tanh())
-
-
 class AverageOfWeights(Model):
     """Evaluates with the exponential average of its weights."""
 
@@ -231,33 +123,6 @@ class TeacherOfBuffers(Model):
         return F.mse_loss(output, y) + 0.5 * F.mse_loss(output, self.target)
 
 
-class StepInBuffer(Model):
-    """The count of steps warms up a part of the loss, and goes beyond 256."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("steps", torch.tensor(250.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.steps += 1
-        return self.net(x) * torch.clamp((self.steps - 250) / 20, max=1)
-
-
-class Temperature(Model):
-    data = staticmethod(classes)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(8, WIDTH)
-        self.register_buffer("temperature", torch.tensor(0.7))
-        self.prototypes = nn.Parameter(torch.randn(WIDTH, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.net(x) / self.temperature).softmax(-1) @ self.prototypes
-
-
 # Tables and filters
 
 
@@ -275,30 +140,6 @@ class Blur(Model):
         return nn.Sequential(*rest)(F.conv2d(act(conv(x)), self.kernel, groups=8))
 
 
-class GaussianFourier(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(2 * WIDTH)
-        self.register_buffer("directions", 0.3 * torch.randn(8, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        phases = 2 * math.pi * x @ self.directions
-        return self.net(torch.cat([phases.sin(), phases.cos()], -1))
-
-
-class RadialBasis(Model):
-    """SchNet's expansion of distances in Gaussians."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.filters = mlp(WIDTH), nn.Parameter(0.3 * torch.randn(16, WIDTH))
-        self.register_buffer("centres", torch.linspace(0, 6, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        distances = x.norm(dim=-1, keepdim=True)
-        return self.net(torch.exp(-2.0 * (distances - self.centres) ** 2) @ self.filters)
-
-
 class BinsOfBucketize(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -307,25 +148,6 @@ class BinsOfBucketize(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embedding(torch.bucketize(x, self.edges)).flatten(1))
-
-
-class BinsOfSearchsorted(BinsOfBucketize):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(
-            self.embedding(torch.searchsorted(self.edges.expand(8, -1).contiguous(), x.t())).transpose(0, 1).flatten(1)
-        )
-
-
-class SoftBins(BinsOfBucketize):
-    """Piecewise linear encoding between the edges, with a bare product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.1 * torch.randn(8, 15, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        low, high = self.edges[:-1], self.edges[1:]
-        return torch.einsum("bfk,fko->bo", ((x[..., None] - low) / (high - low)).clamp(0, 1), self.weight)
 
 
 class Graph(Model):
@@ -372,46 +194,6 @@ class NoiseSchedule(Model):
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(output, self.noise)
-
-
-class NoiseScheduleFromFloatTimes(NoiseSchedule):
-    """Times as a table of floating point numbers up to 999, from which the embedding is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("times", torch.arange(1000.0))
-
-    def noisy(self, x: Tensor, noise: Tensor) -> Tensor:
-        t = torch.arange(len(x)) * 31 % 1000
-        kept = self.alphas_cumprod[t][:, None]
-        angles = self.times[t][:, None] * self.frequencies
-        return torch.cat([kept.sqrt() * x + (1 - kept).sqrt() * noise, angles.sin(), angles.cos()], 1)
-
-
-class IndexInFloat(Model):
-    """An index beyond 256 that is stored in floating point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("order", torch.arange(992.0, 1000.0))
-        self.register_buffer("table", torch.linspace(-1, 1, 1024)[torch.randperm(1024)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + self.table[self.order.long().clamp(max=1023)])
-
-
-class CosineTransform(Model):
-    data = staticmethod(series)
-
-    def __init__(self) -> None:
-        super().__init__()
-        k = torch.arange(8)
-        self.register_buffer("basis", torch.cos(math.pi / 8 * (k[:, None] + 0.5) * k) / 2)
-        self.net = mlp(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x @ self.basis) @ self.basis.t()
 
 
 class Spectrogram(Model):

@@ -1,14 +1,9 @@
-"""Trains each of ``MODELS`` under a precision plugin and measures how far from fp32 it ends.
-
-As a script, it prints a table of all of them, or of those that are named.
-"""
+"""Trains each of ``MODELS`` under a precision plugin and measures how far from fp32 it ends."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -115,33 +110,3 @@ def failure(name: str, precision: str) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
-
-
-def row(name: str, mode: str) -> list[str]:
-    precisions = (f"Lightning's {mode}", mode)
-    failures = [failure(name, precision) for precision in precisions]
-    shown = [
-        why or f"{statistics.median(distances(name, precision, seed).predictions for seed in SEEDS):.2e}"
-        for why, precision in zip(failures, precisions)
-    ]
-    if any(failures):
-        compared = ["**fails**" if failures[1] and not failures[0] else "", ""]
-    elif same_bits(*(trained(name, precision, 0) for precision in precisions)):
-        compared = ["same bits", "same bits"]
-    else:
-        compared = [f"{ratio:.2f}" for ratio in ratios(name, mode)]
-    return [name, mode, *shown, *compared]
-
-
-def table(names: Iterable[str]) -> str:
-    head = ["model", "mode", "Lightning's distance", "ours", "ratio", "ratio of the losses' distances"]
-    rows = [head, ["---"] * len(head), *(row(name, mode) for name in names for mode in MODES)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |" for cells in rows)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    print(table(parser.parse_args().models))

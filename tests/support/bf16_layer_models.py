@@ -4,10 +4,9 @@ unusual kinds."""
 from __future__ import annotations
 
 import torch
-from bf16_models import WIDTH, Model, images, mlp, series
+from bf16_models import WIDTH, Model, mlp, series
 from bf16_parameter_models import weight
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 # Parametrizations
@@ -28,46 +27,9 @@ class SpectralNorm(SpectralNormOld):
         super().__init__(parametrizations.spectral_norm(nn.Linear(8, WIDTH)))
 
 
-class SpectralNormOfConvolution(Model):
-    data = staticmethod(images)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(parametrizations.spectral_norm(nn.Conv2d(2, 8, 3, 2)), nn.LeakyReLU(0.2))
-        self.head = parametrizations.spectral_norm(nn.Linear(8 * 9, 4), n_power_iterations=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.first(x).flatten(1))
-
-
-class WeightNormOld(SpectralNormOld):
-    def __init__(self) -> None:
-        super().__init__(nn.utils.weight_norm(nn.Linear(8, WIDTH)))
-
-
 class WeightNorm(SpectralNormOld):
     def __init__(self) -> None:
         super().__init__(parametrizations.weight_norm(nn.Linear(8, WIDTH)))
-
-
-class Orthogonal(SpectralNormOld):
-    def __init__(self) -> None:
-        super().__init__(parametrizations.orthogonal(nn.Linear(8, WIDTH)))
-
-
-class OrthogonalOfHouseholder(SpectralNormOld):
-    def __init__(self) -> None:
-        super().__init__(parametrizations.orthogonal(nn.Linear(8, WIDTH), orthogonal_map="householder"))
-
-
-class OrthogonalOfSquare(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp", use_trivialization=False)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.turn(x).tanh())
 
 
 class Scaled(nn.Module):
@@ -110,11 +72,6 @@ class GruFromBuffer(Model):
         return self.head(self.layer(x, self.start.repeat(1, len(x), 1))[0])
 
 
-class RnnFromBuffer(GruFromBuffer):
-    def __init__(self) -> None:
-        super().__init__(nn.RNN)
-
-
 class LstmFromBuffers(GruFromBuffer):
     def __init__(self) -> None:
         super().__init__(nn.LSTM)
@@ -122,14 +79,6 @@ class LstmFromBuffers(GruFromBuffer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x, (self.start.repeat(1, len(x), 1), self.cell.repeat(1, len(x), 1)))[0])
-
-
-class LstmFromParameters(LstmFromBuffers):
-    def __init__(self) -> None:
-        super().__init__()
-        start = self.start
-        del self.start
-        self.start = nn.Parameter(start)
 
 
 class CellsFromBuffer(GruFromBuffer):
@@ -145,83 +94,29 @@ class CellsFromBuffer(GruFromBuffer):
         return torch.stack(outputs, 1)
 
 
-class OwnCellsFromBuffer(GruFromBuffer):
-    """A recurrence of bare products from an initial state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.recur = weight(8, WIDTH), weight(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, outputs = self.start[0].expand(len(x), -1), []
-        for u in x.unbind(1):
-            h = (u @ self.into + h @ self.recur).tanh()
-            outputs.append(h)
-        return self.head(torch.stack(outputs, 1))
-
-
-class StatefulGru(GruFromBuffer):
-    """Keeps its last state in buffers, from batch to batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("state", torch.zeros(1, 8, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return self.head(self.layer(x, self.state.mean(1, keepdim=True).repeat(1, len(x), 1))[0])
-        y, state = self.layer(x, self.state.clone())
-        self.state.copy_(state.detach())
-        return self.head(y)
-
-
 # Unusual buffers
 
 
-class Float64Buffer(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("nodes", torch.linspace(0.5, 1.5, 8, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x * self.nodes.to(x.dtype))
-
-
-class Float64BufferAlone(Float64Buffer):
+class Float64BufferAlone(Model):
     """No cast: a float64 buffer of no dimensions does not promote."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.net = mlp()
         self.register_buffer("factor", torch.tensor(1.5, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x * self.factor)
 
 
-class Bfloat16Buffer(Float64Buffer):
+class Bfloat16Buffer(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.nodes = self.nodes.bfloat16()
+        self.net = mlp()
+        self.register_buffer("nodes", torch.linspace(0.5, 1.5, 8, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x * self.nodes)
-
-
-class Float16Buffer(Float64Buffer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes = self.nodes.half()
-
-
-class BufferNotSaved(Float64Buffer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("gate", torch.rand(8), persistent=False)
-        self.weight = weight(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.gate * x @ self.weight)
 
 
 class Holder(nn.Module):
@@ -293,23 +188,14 @@ class BufferOfNoDimensions(Model):
         return self.net(x @ self.weight * self.scale)
 
 
-class LazyLayers(Model):
+class LazyLayersWithoutData(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(4))
+        self.net = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(affine=False), nn.Tanh(), nn.LazyLinear(4))
         self.register_buffer("offset", torch.linspace(-1, 1, 8))
-        # Lightning asks for initialized parameters before it trains
-        self(torch.zeros(2, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x + self.offset)
-
-
-class LazyLayersWithoutData(LazyLayers):
-    def __init__(self) -> None:
-        Model.__init__(self)
-        self.net = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d(affine=False), nn.Tanh(), nn.LazyLinear(4))
-        self.register_buffer("offset", torch.linspace(-1, 1, 8))
 
 
 class Affine(nn.Module):
@@ -351,46 +237,3 @@ class BufferNamedByKeepFp32(NamedByKeepFp32):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.affine(x) @ self.weight)
-
-
-class MomentumEncoder(Model):
-    """MoCo: a queue of keys in a buffer with a whole-number pointer, and a frozen encoder that follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.keys = mlp(), mlp()
-        self.keys.load_state_dict(self.net.state_dict())
-        self.keys.requires_grad_(False)
-        self.register_buffer("queue", F.normalize(torch.randn(4, 64), dim=0))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                for slow, fast in zip(self.keys.parameters(), self.net.parameters()):
-                    slow.mul_(0.9).add_(fast, alpha=0.1)
-                self.positive = F.normalize(self.keys(x + 0.1), dim=1)
-        return self.net(x)
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        q = F.normalize(output, dim=1)
-        logits = torch.cat([(q * self.positive).sum(1, keepdim=True), q @ self.queue.clone()], 1) / 0.5
-        at = int(self.pointer)
-        self.queue[:, at : at + len(q)] = self.positive.t()
-        self.pointer[0] = (at + len(q)) % 64
-        return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long)) + F.mse_loss(output, y)
-
-
-class Dueling(Model):
-    """A distributional critic: its atoms are a buffer, the loss projects on them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(8, 11)
-        self.register_buffer("atoms", torch.linspace(-2, 2, 11))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).softmax(-1) @ self.atoms
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(output, y.sum(1))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bf16_models import Model, classes, labels, mlp, vectors
+from bf16_models import Model, classes, labels, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import Accuracy, MeanMetric, MeanSquaredError
-from torchmetrics.classification import MultilabelAUROC, MultilabelF1Score
+from torchmetrics import Accuracy, MeanMetric
+from torchmetrics.classification import MultilabelAUROC
 
 # Losses with weights
 
@@ -29,12 +29,6 @@ class WeightedCrossEntropy(Model):
         return self.loss_module(output, y)
 
 
-class WeightedCrossEntropySmoothed(WeightedCrossEntropy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_module = nn.CrossEntropyLoss(SHARES.clone(), label_smoothing=0.1)
-
-
 class WeightedFunctionalCrossEntropy(WeightedCrossEntropy):
     def __init__(self) -> None:
         super().__init__()
@@ -44,60 +38,12 @@ class WeightedFunctionalCrossEntropy(WeightedCrossEntropy):
         return F.cross_entropy(output, y, weight=self.shares)
 
 
-class WeightedNll(WeightedCrossEntropy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_module = nn.NLLLoss(SHARES.clone())
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return self.loss_module(output.log_softmax(1), y)
-
-
-class WeightedMultiMargin(WeightedCrossEntropy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_module = nn.MultiMarginLoss(weight=SHARES.clone())
-
-
-class WeightedBce(WeightedCrossEntropy):
+class WeightedBcePositives(WeightedCrossEntropy):
     data = staticmethod(labels)
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss_module = nn.BCEWithLogitsLoss(weight=SHARES.clone())
-
-
-class WeightedBcePositives(WeightedBce):
-    def __init__(self) -> None:
-        super().__init__()
         self.loss_module = nn.BCEWithLogitsLoss(pos_weight=SHARES.clone())
-
-
-class WeightedMultiLabelSoftMargin(WeightedBce):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_module = nn.MultiLabelSoftMarginLoss(weight=SHARES.clone())
-
-
-class WeightedByOwnSum(WeightedCrossEntropy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shares", SHARES / SHARES.sum())
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return (F.cross_entropy(output, y, reduction="none") * self.shares[y]).mean()
-
-
-class WeightedByProduct(WeightedCrossEntropy):
-    data = staticmethod(vectors)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("costs", torch.diag(SHARES) + 0.1)
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        error = output - y
-        return ((error @ self.costs) * error).mean()
 
 
 class FocalLoss(nn.Module):
@@ -116,21 +62,6 @@ class WeightedFocal(WeightedCrossEntropy):
     def __init__(self) -> None:
         super().__init__()
         self.loss_module = FocalLoss()
-
-
-class WeightedQuantiles(WeightedCrossEntropy):
-    """Quantile regression: the levels are a buffer."""
-
-    data = staticmethod(vectors)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("levels", torch.tensor([0.1, 0.5, 0.9]))
-        self.net = mlp(8, 12)
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        error = y[..., None] - output.unflatten(-1, (4, 3))
-        return torch.maximum(self.levels * error, (self.levels - 1) * error).mean()
 
 
 class WeightedByWeightOfLoss(WeightedCrossEntropy):
@@ -167,17 +98,6 @@ class WeightedByLossWithParameter(WeightedCrossEntropy):
         self.loss_module = MixedCrossEntropy()
 
 
-class WeightedByCounts(WeightedCrossEntropy):
-    """The weights are counts of samples, beyond 256."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("counts", torch.tensor([257.0, 1203.0, 90.0, 2051.0]))
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(output, y, weight=self.counts.sum() / (4 * self.counts))
-
-
 # Metrics
 
 
@@ -205,30 +125,6 @@ class MeanMetricInside(AccuracyInside):
         loss = Model.loss(self, output, y)
         self.metric.update(loss.detach())
         return loss / self.metric.compute()
-
-
-class SquaredErrorInside(MeanMetricInside):
-    data = Model.data
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric = MeanSquaredError()
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        self.metric.update(output.detach(), y)
-        return Model.loss(self, output, y) / self.metric.compute().detach()
-
-
-class F1Inside(AccuracyInside):
-    data = staticmethod(labels)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric = MultilabelF1Score(4)
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        self.metric.update(output.detach(), y.int())
-        return F.binary_cross_entropy_with_logits(output, y) * (2 - self.metric.compute())
 
 
 class BinnedMetricInside(AccuracyInside):

@@ -1,6 +1,6 @@
 """Small models that train under Lightning's own bf16 plugins: with positions and masks.
 
-The other files ``bf16_*_models`` add theirs to the list.
+The other files ``bf16_*_models`` add theirs to the list. Each kind of product beside each kind of buffer is there once.
 """
 
 from __future__ import annotations
@@ -123,11 +123,6 @@ class SinusoidalConcatenated(SinusoidalAdded):
         return self.net.head(torch.cat([self.net.embedding(x), self.positions.expand(len(x), -1, -1)], -1))
 
 
-class SinusoidalMultiplied(SinusoidalAdded):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net.head(self.net.embedding(x) * self.positions)
-
-
 class SinusoidalIntoBareProduct(SinusoidalAdded):
     def __init__(self) -> None:
         super().__init__()
@@ -135,13 +130,6 @@ class SinusoidalIntoBareProduct(SinusoidalAdded):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net.head((self.net.embedding(x) + self.positions) @ self.mix)
-
-
-class LearnedPositions(SinusoidalAdded):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.positions
-        self.positions = nn.Parameter(0.1 * torch.randn(1, LENGTH, WIDTH))
 
 
 class RotaryFromFrequencies(Model):
@@ -188,30 +176,17 @@ class RotaryComplex(RotaryFromFrequencies):
         return self.net.logits(self.turned(q) @ self.turned(k).mT / 8**0.5, v)
 
 
-class RotaryOfFarPositions(RotaryFromFrequencies):
-    """Positions of a sequence that begins at 3000, from a table of whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("positions", torch.arange(4096.0))
-
-    def angles(self) -> Tensor:
-        return torch.outer(self.positions[3000 : 3000 + LENGTH], self.inv_freq).repeat(1, 2)
-
-
 class Rotary(nn.Module):
     """A module without parameters; given activations, its tables have their dtype."""
 
-    def __init__(self, name: str = "inv_freq", whole: bool = False) -> None:
+    def __init__(self, whole: bool = False) -> None:
         super().__init__()
-        self.name = name
-        self.register_buffer(name, inverse_frequencies(8), persistent=False)
+        self.register_buffer("inv_freq", inverse_frequencies(8), persistent=False)
         self.register_buffer("positions", torch.arange(3000.0, 3000 + LENGTH) if whole else None)
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        table = self.get_buffer(self.name)
-        at = torch.arange(LENGTH, dtype=table.dtype) if self.positions is None else self.positions
-        angles = torch.outer(at, table).repeat(1, 2)
+        at = torch.arange(LENGTH, dtype=self.inv_freq.dtype) if self.positions is None else self.positions
+        angles = torch.outer(at, self.inv_freq).repeat(1, 2)
         return angles.cos(), angles.sin()
 
     def forward(self, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -227,11 +202,6 @@ class RotaryModule(RotaryCache):
     def forward(self, x: Tensor) -> Tensor:
         self.cos, self.sin = self.rotary(self.net.embedding(x))
         return super().forward(x)
-
-
-class RotaryModuleOfAnotherName(RotaryModule):
-    def __init__(self) -> None:
-        super().__init__(Rotary("theta"))
 
 
 class RotaryModuleOfFarPositions(RotaryModule):
@@ -271,50 +241,20 @@ class TablesByAttribute(SinusoidalIntoBareProduct):
         return self.net.head((self.net.embedding(x) * 1000 / self.tables.lengths + self.tables.waves) @ self.mix)
 
 
-class RelativeBuckets(Model):
+class RelativeBiasTable(Model):
+    """Whole-number buckets, and a mask of attention that follows from a parameter."""
+
     data = staticmethod(tokens)
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.bias = OfTokens(), nn.Embedding(8, 2)
+        self.net, self.bias = OfTokens(), nn.Parameter(0.1 * torch.randn(8, 2))
         self.register_buffer("buckets", (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).clamp(-4, 3) + 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.net.heads(x)
-        return self.net.logits(q @ k.mT / 8**0.5 + self.bias(self.buckets).permute(2, 0, 1), v)
-
-
-class RelativeBiasTable(RelativeBuckets):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(0.1 * torch.randn(8, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.net.heads(x)
         bias = self.bias[self.buckets].permute(2, 0, 1)
         return self.net.head(F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None]).transpose(1, 2).flatten(2))
-
-
-class AlibiSlopes(Model):
-    data = staticmethod(tokens)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = OfTokens()
-        self.register_buffer("slopes", torch.tensor([0.25, 0.0625])[:, None, None])
-        self.register_buffer("distances", -(torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs().float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.net.heads(x)
-        return self.net.logits(q @ k.mT / 8**0.5 + self.slopes * self.distances, v)
-
-
-class AlibiOfFarKeys(AlibiSlopes):
-    """Distances beyond 256, where bf16 has no odd numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.distances -= 700
 
 
 class AdditiveMask(Model):
@@ -343,23 +283,3 @@ class AdditiveMaskOfEncoder(AdditiveMask):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net.head(self.encoder(self.net.embedding(x), src_mask=self.mask))
-
-
-class BoolMask(AdditiveMask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.net.heads(x)
-        return self.net.logits((q @ k.mT / 8**0.5).masked_fill(self.mask, -math.inf), v)
-
-
-class MultiplicativeMask(AdditiveMask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = torch.ones(LENGTH, LENGTH).tril()
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.net.heads(x)
-        return self.net.head(((q @ k.mT / 8) * self.mask @ v).transpose(1, 2).flatten(2))

@@ -1,4 +1,4 @@
-"""Reads the documentation's Markdown: tables and commands."""
+"""Reads the documentation's tables, and the rows that they show."""
 
 from __future__ import annotations
 
@@ -31,9 +31,3 @@ def measured(name: str) -> dict[str, dict[str, Any]]:
     lines = (ROOT / "docs" / "results" / name).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return {row["variant"]: row for row in rows}
-
-
-def commands_of(page: str) -> list[str]:
-    """The lines of all console blocks."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.splitlines()]

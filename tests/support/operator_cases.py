@@ -82,14 +82,14 @@ class Made:
     def matrix(self, rows: int, columns: int, plain: bool = False) -> Tensor:
         strides, dtype = "contiguous" if plain else self.case.strides, self.case.dtype
         if strides == "transposed":
-            return torch.ones(columns, rows, dtype=dtype).t()
+            return torch.randn(columns, rows, dtype=dtype).t()
         if strides == "every second row":
-            return torch.ones(2 * rows, columns, dtype=dtype)[::2]
+            return torch.randn(2 * rows, columns, dtype=dtype)[::2]
         if strides == "some columns":
-            return torch.ones(rows, columns + 3, dtype=dtype)[:, 1 : columns + 1]
+            return torch.randn(rows, columns + 3, dtype=dtype)[:, 1 : columns + 1]
         if strides == "one row, expanded":
-            return torch.ones(1, columns, dtype=dtype).expand(rows, columns)
-        return torch.ones(rows, columns, dtype=dtype)
+            return torch.randn(1, columns, dtype=dtype).expand(rows, columns)
+        return torch.randn(rows, columns, dtype=dtype)
 
     def slot(self, role: Role) -> Slot:
         current = self.state.model.scaling_of(self.state.precisions[0], self.case.scaling != "evaluated", "")
@@ -105,17 +105,17 @@ class Made:
         return ops.cast_operand(self.matrix(rows, columns, plain=True), self.slot(role), "none", True)
 
     def weight(self, rows: int, columns: int) -> Fp8Operand:
-        return ops.cast_weight_operand(torch.ones(rows, columns), self.weight_slot(), True)
+        return ops.cast_weight_operand(torch.randn(rows, columns), self.weight_slot(), True)
 
     def layer(self, rows: int, columns: int, trains: bool = True) -> Layer:
-        bias = torch.ones(rows, dtype=self.case.other, requires_grad=trains) if self.case.flag else None
+        bias = torch.randn(rows, dtype=self.case.other, requires_grad=trains) if self.case.flag else None
         value = None if bias is None else bias.detach().to(self.case.dtype)
-        weight = torch.ones(rows, columns, dtype=self.case.other, requires_grad=trains)
+        weight = torch.randn(rows, columns, dtype=self.case.other, requires_grad=trains)
         return Layer(weight, bias, value, self.weight(rows, columns))
 
     def x(self) -> tuple[Tensor, Fp8Operand]:
         """An input, of three dimensions with the flag, and its cast."""
-        x = torch.ones(2, self.m, self.k) if self.case.flag else torch.ones(self.m, self.k)
+        x = torch.randn(2, self.m, self.k) if self.case.flag else torch.randn(self.m, self.k)
         return x.to(self.case.dtype).requires_grad_(), self.operand(self.m * (2 if self.case.flag else 1), self.k)
 
     def kept(self, operand: Fp8Operand, without: str = "") -> Columns:
@@ -147,7 +147,7 @@ def _cast(args: Made) -> tuple[Any, ...]:
 
 def _scaled_mm(args: Made) -> tuple[Any, ...]:
     a, b = args.product()
-    bias = torch.ones(len(b.payload)) if args.case.flag else None
+    bias = torch.randn(len(b.payload)) if args.case.flag else None
     return a, b, bias, args.case.other, args.case.layout == "rows"
 
 

@@ -109,15 +109,6 @@ def scaled_mm_v2(
         tiles = orders == [F.SwizzleType.SWIZZLE_32_4_4.value] * 2
         _require(tiles, f"_scaled_mxfp8_mxfp8: scales must be swizzled to SWIZZLE_32_4_4, got {orders}")
         scales = _in_tiles(self, of_a), _in_tiles(mat2.t(), of_b)
-    elif kinds == (ScalingType.TensorWise,) * 2:
-        # _scaled_tensorwise_tensorwise
-        _require(of_a.numel() == of_b.numel() == 1, "_scaled_tensorwise_tensorwise: scales must have 1 element")
-        scales = _tensor_wise(of_a), _tensor_wise(of_b)
-    elif kinds == (ScalingType.RowWise,) * 2:
-        # _scaled_rowwise_rowwise
-        shapes = of_a.shape == (m, 1) and of_b.numel() == n and of_b.stride(1) == 1
-        _require(shapes, f"_scaled_rowwise_rowwise: scales of shapes {(m, 1)} and {(1, n)}")
-        scales = _in_memory(of_a, (m, 1), (1, 1)), _in_memory(of_b, (n, 1), (1, 1))
     else:
         scales = _in_blocks(self, of_a, kinds[0]), _in_blocks(mat2.t(), of_b, kinds[1])
         # check_deepseek_recipe, native/ScaledBlasUtils.cpp

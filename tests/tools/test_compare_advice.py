@@ -74,12 +74,10 @@ def test_what_runs_where_bf16_products_are_emulated(
     written = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
     assert [row["baseline"] for row in written] == [baseline] * len(ran)
     printed = capsys.readouterr().out
-    assert (f"emulates bf16 products. The baseline is {baseline}." in printed) == (emulated and not has_gpu)
-    if "fp8-delayed" in (expected or named):
-        assert f"Not fp8-delayed: its training loss 2.0400 is worse by 2.0% than {baseline}'s 2.0000" in printed
+    assert ("This CPU emulates bf16 products." in printed) == (emulated and not has_gpu)
+    assert ("Not fp8-delayed: " in printed) == ("fp8-delayed" in (expected or named))
     # for the GPU that the user will train on
     assert "Recommended until measured on a GPU: bf16-mixed." in printed
-    assert ("compared with those of 32-true: this CPU emulates" in printed) == (baseline == "32-true")
     # arguments override the configuration
     ran.clear()
     main(["--config", str(config), "--out", str(tmp_path), "--precisions", "32-true", "--trainer.accelerator=cpu"])
@@ -129,23 +127,19 @@ def test_noise_is_no_reason() -> None:
     mixed = row("bf16-mixed", 10)
     for noisy in (row("fp8-delayed", 8, p80_ms=9.95), row("fp8-delayed", 8, p20_ms=7, p80_ms=11)):
         assert recommended(mixed, noisy) == "bf16-mixed"
-        said = "\n".join(advise([mixed, noisy]))
-        assert "Within the noise: the step times of fp8-delayed and of bf16-mixed overlap" in said
+        assert "noise:" in "\n".join(advise([mixed, noisy]))
     assert "noise:" not in "\n".join(advise([mixed, row("fp8-delayed", 8)]))
 
 
 def test_on_the_cpu_speed_counts_for_nothing() -> None:
     mixed, fast, small = (row(*of, gpu=None) for of in (("bf16-mixed", 10), ("fp8-delayed", 1), ("bf16-true", 9, 500)))
-    lines = advise([mixed, fast, small])
-    assert lines[0].startswith("These are times of a CPU. They say nothing about speed on a GPU")
-    assert lines[1].startswith("Recommended until measured on a GPU: bf16-mixed.")
-    assert lines[2].startswith("If memory is short: bf16-true.")
-    assert "run the same command on the GPU" in lines[-1]
-    assert not any("fp8-delayed" in line for line in lines)
+    said = "\n".join(advise([mixed, fast, small]))
+    assert "Recommended until measured on a GPU: bf16-mixed." in said
+    assert "If memory is short: bf16-true." in said
+    assert "fp8-delayed" not in said
     refused = "\n".join(advise([mixed, fast, {**small, "loss": 2.1}]))
-    assert "memory" not in refused
-    assert "\nNot bf16-true: its training loss 2.1000 is worse by 5.0%" in refused
-    assert "Repeat with more `--steps`" in refused
+    assert "If memory is short" not in refused
+    assert "Not bf16-true: " in refused
 
 
 def test_without_a_reference_there_is_no_recommendation() -> None:

@@ -45,6 +45,5 @@ def test_every_third_step_and_each_validation_has_a_line(returned: str, accumula
     # the loss before the step
     expected = [rf"step 3{of_all}: loss 98\.0000, \S+ steps/s", rf"step 6{of_all}: loss 95\.0000, \S+ steps/s"]
     expected.append(r"validation after step 7: val_loss 93\.0000")
-    assert len(lines) == len(expected)
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), lines

@@ -358,20 +358,6 @@ def test_dtypes_from_a_file(tmp_path: Path) -> None:
     assert texts(violations) == [["b", "parameter", "float32", "bfloat16"]]
 
 
-def test_environments_side_by_side() -> None:
-    one = run_of({}, "one", record={"precision": "fp8-delayed", "environment": {"torch": "2.13", "gpu": None}})
-    other = run_of({}, "other", record={"precision": "bf16-mixed", "environment": {"torch": "2.13"}}, hparams={"lr": 1})
-    table = tables.environment([one, other])
-    assert texts(table) == [
-        ["precision", "fp8-delayed", "bf16-mixed"],
-        ["torch", "2.13", "2.13"],
-        ["gpu", "-", "-"],
-        ["hparams: lr", "-", "1"],
-    ]
-    assert [row[0].mark for row in table.rows] == [True, False, False, True]
-    assert "No record of x: add lightning_fp8.RunRecord" in tables.environment([run_of({}, "x")]).note
-
-
 # pictures and the command
 
 
