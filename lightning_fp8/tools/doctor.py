@@ -219,7 +219,8 @@ def _gpu(found: Findings, device: torch.device, try_kernels: bool) -> bool:
         try:
             check()
         except RuntimeError as error:
-            runs[precision] = f"no: {error}"
+            # without "fp8-... has no ... here: "
+            runs[precision] = f"no: {str(error).partition(': ')[2]}"
         else:
             runs[precision] = f"yes: {casts}, cuBLASLt"
     return True
@@ -238,11 +239,12 @@ def _toolchain(found: Findings, capability: tuple[int, int]) -> bool:
 
 
 def _parted(message: str) -> tuple[str, str]:
-    """A message without the sentence that says what to do, and that sentence."""
+    """A message without the sentence that says what to do; and that sentence, or the command alone."""
     match = re.search(r"(?:Run|Update|Install) .*?\.(?=$| \()", message)
     if match is None:
         return message, "See the message."
-    return " ".join(message.replace(match[0], "").split()), match[0]
+    command = re.fullmatch(r"Run `([^`]+)`\.", match[0])
+    return " ".join(message.replace(match[0], "").split()), match[0] if command is None else command[1]
 
 
 def _try(found: Findings, device: torch.device, capability: tuple[int, int]) -> bool:
