@@ -9,11 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from host_kernels import HostKernel
+from host_kernels import HostKernel, host_tensor_map
 
 from kernels_cuda import compile as compiling
+from kernels_cuda import gemm
 from kernels_cuda.compile import check_driver, check_nvrtc
-from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.ops.cuda import kernels, rule
 from lightning_fp8.runtime import device, environment
 from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.tools import doctor
@@ -35,9 +36,16 @@ class Machine:
     driver: int = 13000
 
 
+def run_as(gpu: Gpu | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU runs products as this GPU does, by kernels from their sources."""
+    monkeypatch.setattr(device, "stand_in", gpu)
+    monkeypatch.setattr(gemm, "tensor_map", host_tensor_map)
+    rule.configuration_for.cache_clear()
+
+
 def pretend(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the CUDA half of the operators on a CPU, and for the doctor."""
-    monkeypatch.setattr(device, "stand_in", machine.gpu)
+    run_as(machine.gpu, monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", machine.cuda)
     monkeypatch.setattr(torch.version, "hip", machine.hip)
     binding, driver = ModuleType("nvrtc"), ModuleType("driver")
@@ -56,8 +64,6 @@ def pretend(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         return HostKernel((family, tuple(defines)), layout, block, index, shared_bytes)
 
     monkeypatch.setattr(kernels.load, "load", load)
-    # nothing is compiled for a device
-    monkeypatch.setattr(kernels, "compile_ahead", lambda *_: None)
     for module in (doctor, environment):
         monkeypatch.setattr(module, "driver_cuda", lambda: machine.driver)
         monkeypatch.setattr(module, "driver_version", lambda: "580.65" if machine.driver else None)
