@@ -55,29 +55,28 @@ def assert_one_rounding(
 
 # each operand with one scale, fast sums and precise ones; blocks; MX
 KINDS: list[tuple[rule.Scales, bool]] = [("one", True), ("one", False), ("blocks", False), ("mx", True)]
+GPUS = H100, RTX_4090, RTX_5090, B200
+# for each, by the setting: o ours, t torch's, ! an error
 OURS = {
-    "auto": {H100: (0, 1, 1, 0), RTX_4090: (0, 0, 1, 0), RTX_5090: (0, 0, 1, 1), B200: (0, 0, 0, 0)},
-    "kernels": {H100: (1, 1, 1, None), RTX_4090: (None, None, 1, None), RTX_5090: (None, None, 1, 1), B200: (None,) * 4},
-    "cublaslt": dict.fromkeys((H100, RTX_4090, RTX_5090, B200), (0,) * 4),
-    "reference": dict.fromkeys((H100, RTX_4090, RTX_5090, B200), (0,) * 4),
+    "auto": ("toot", "ttot", "ttoo", "tttt"),
+    "kernels": ("ooo!", "!!o!", "!!oo", "!!!!"),
+    "cublaslt": ("tttt",) * 4,
+    "reference": ("tttt",) * 4,
 }
 
 
-@pytest.mark.parametrize("gpu", [H100, RTX_4090, RTX_5090, B200], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("backend", OURS)
 def test_the_rule(backend: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 where ours computes a product, 0 for torch's; None where there is none of ours and the setting wants one."""
-    monkeypatch.setenv("LIGHTNING_FP8_BACKEND", backend)
-    rule.backend.cache_clear()
+    monkeypatch.setattr(rule, "backend", lambda: backend)
     run_as(gpu, monkeypatch)
-    for (scales, fast), is_ours in zip(KINDS, OURS[backend][gpu], strict=True):
+    for (scales, fast), which in zip(KINDS, OURS[backend][GPUS.index(gpu)], strict=True):
         product = CPU, 8192, 4096, scales, fast
-        if is_ours is None:
-            with pytest.raises(RuntimeError, match=rf"LIGHTNING_FP8_BACKEND=kernels: .* no GEMM kernel for .*{gpu.name}"):
+        if which == "!":
+            with pytest.raises(RuntimeError, match=rf"_BACKEND=kernels: .* no GEMM kernel for .*{gpu.name}"):
                 rule.configuration_for(*product)
         else:
-            assert (rule.configuration_for(*product) is not None) == is_ours
-    rule.backend.cache_clear()
+            assert (rule.configuration_for(*product) is not None) == (which == "o")
 
 
 @pytest.mark.parametrize(

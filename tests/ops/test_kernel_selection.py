@@ -15,11 +15,11 @@ from host_kernels import FEW_VARIANTS, VARIANTS, HostKernel, on_host
 from slots import slot_of
 from warm import run_warm
 
-from kernels_cuda import casts, gemm_variants, load
+from kernels_cuda import casts, load
 from kernels_cuda.compile import CompileError, KernelsUnavailable
 from lightning_fp8 import DelayedScaling
-from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.ops.cuda import check, kernels, plain, rule
+from lightning_fp8.ops.cuda import dispatch as cuda
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling import ScalingState
 
@@ -98,7 +98,10 @@ DAMAGES = {
     "the amax of weights": ("cast_weights", 3, 2, "amax"),
     "the scale of weights": ("cast_weights", 2, 2, "scale"),
     "the last bits of an amax": ("cast_transpose", 14, 0, "amax|scale_inv"),
-    **{f"argument {at} of an update": ("update_scales", at, 3, "amax|amax_history|scale|nonfinite_steps") for at in (0, 1, 2, 4)},
+    **{
+        f"the {name} of an update": ("update_scales", at, 3, name)
+        for at, name in ((0, "amax"), (1, "amax_history"), (2, "scale"), (4, "nonfinite_steps"))
+    },
 }
 
 
@@ -221,7 +224,7 @@ def test_backends(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "cuda")
     for function in (rule.backend, kernels.cast_kernel):
         function.cache_clear()
-    with pytest.raises(ValueError, match="LIGHTNING_FP8_BACKEND must be one of 'auto', 'kernels', .* got 'cuda'"):
+    with pytest.raises(ValueError, match=r"LIGHTNING_FP8_BACKEND must be one of 'auto', 'kernels', .* got 'cuda'"):
         cast(torch.ones(2, 2))
 
 
