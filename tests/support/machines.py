@@ -21,7 +21,8 @@ from lightning_fp8.tools import doctor
 
 RTX_4090, RTX_5090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128), Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170)
 A100, H100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108), Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132)
-B200, MI300X = Gpu("NVIDIA B200", (10, 0), 148), Gpu("AMD Instinct MI300X", (9, 4), 304)
+B200, B300 = Gpu("NVIDIA B200", (10, 0), 148), Gpu("NVIDIA B300", (10, 3), 148)
+THOR, MI300X = Gpu("NVIDIA Thor", (11, 0), 20), Gpu("AMD Instinct MI300X", (9, 4), 304)
 
 
 @dataclass
