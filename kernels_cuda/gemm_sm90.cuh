@@ -68,12 +68,12 @@ struct Tile {
 struct Work {
     const Arguments& arguments;
     const Gemm& gemm;
-    int rows, columns, unit, units, stride;
+    int rows, columns, steps, unit, units, stride;
 
     __device__ explicit Work(const Arguments& arguments)
         : arguments(arguments), gemm(arguments.gemm), rows((gemm.m + BLOCK_M * CLUSTER - 1) / (BLOCK_M * CLUSTER)),
-          columns((gemm.n + BLOCK_N - 1) / BLOCK_N), unit(blockIdx.x / CLUSTER), units(rows * columns * gemm.parts),
-          stride(gridDim.x / CLUSTER) {}
+          columns((gemm.n + BLOCK_N - 1) / BLOCK_N), steps((gemm.k + BLOCK_K - 1) / BLOCK_K),
+          unit(blockIdx.x / CLUSTER), units(rows * columns * gemm.parts), stride(gridDim.x / CLUSTER) {}
     __device__ bool left() const { return unit < units; }
     __device__ void next() { unit += stride; }
 
@@ -82,7 +82,7 @@ struct Work {
         const int band = at / (RASTER_ROWS * columns), inside = at - band * RASTER_ROWS * columns;
         const int height = min(rows - band * RASTER_ROWS, RASTER_ROWS);
         const int row = band * RASTER_ROWS + inside % height, column = inside / height;
-        Tile tile = {(int)(row * CLUSTER + block) * BLOCK_M, column * BLOCK_N, 0, (gemm.k + BLOCK_K - 1) / BLOCK_K, 0};
+        Tile tile = {(int)(row * CLUSTER + block) * BLOCK_M, column * BLOCK_N, 0, steps, 0};
 #if GROUPED
         const int* groups = arguments.groups;
         tile.group = BY_DEPTH ? part : groups[tile.row / GROUP_ROWS];

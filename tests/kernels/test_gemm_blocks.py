@@ -20,8 +20,8 @@ from kernels_cuda import gemm
 from kernels_cuda.gemm_variants import configurations
 
 BLOCK, POISON = 128, 0xFF
-LARGE, SMALL = (configurations((9, 0), True)[at] for at in (0, -1))
-(ADA,) = configurations((8, 9), True)
+LARGE, SMALL = configurations((9, 0), in_blocks=True)
+(ADA,) = configurations((8, 9), in_blocks=True)
 # few, because each takes long to compile: the configuration, the dimension over which b shares a scale, the output
 CASES = [
     Chosen(configuration, output, promote=True, b_scale_rows=rows)
@@ -53,10 +53,10 @@ class Operands(NamedTuple):
     a_scale_inv: Tensor
     b_scale_inv: Tensor
 
-    def product(self, part: slice = slice(None)) -> Tensor:
+    def product(self) -> Tensor:
         """The product in fp64."""
         a, b = self.values()
-        return a[:, part] @ b[:, part].t()
+        return a @ b.t()
 
     def values(self) -> tuple[Tensor, Tensor]:
         """The operands in fp64, multiplied by the scales of their blocks."""
@@ -82,17 +82,13 @@ def exact(m: int, n: int, k: int, b_rows: int) -> Operands:
     return Operands(*codes, a_scale_inv, at_the_edge(scales[1]).t() if b_rows == 1 else at_the_edge(scales[1].t()))
 
 
-def run(case: Operands, chosen: Chosen, bias: Tensor | None = None, splits: int = 1, late: bool = True) -> Tensor:
+def run(case: Operands, chosen: Chosen, bias: Tensor | None = None, late: bool = True) -> Tensor:
     # few multiprocessors, so that blocks take several tiles
-    return gemm_on_host.run(((case.a, case.a_scale_inv), (case.b, case.b_scale_inv)), chosen, bias, splits, late, 2)
+    return gemm_on_host.run(((case.a, case.a_scale_inv), (case.b, case.b_scale_inv)), chosen, bias, late, 2)
 
 
-# a macro makes Ada's copies early or late, and thus another variant: test_gemm_sm89.py has both
-@pytest.mark.parametrize(
-    ("chosen", "late"),
-    [(case, late) for case in CASES for late in (False, True)[: 2 - (case[0] is ADA)]],
-    ids=lambda value: named(value) if isinstance(value, Chosen) else "late" if value else "early",
-)
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("chosen", CASES, ids=named)
 def test_each_step_is_multiplied_by_its_scales(chosen: Chosen, late: bool) -> None:
     # a tile and a remainder; a single row; more steps than stages; a last step of 16
     shapes = [(300, 200, 400), (1, 1, 16), (65, 129, 128), (130, 130, 128 * (chosen.configuration.stages + 1) + 16)]
@@ -101,13 +97,6 @@ def test_each_step_is_multiplied_by_its_scales(chosen: Chosen, late: bool) -> No
         bias = torch.randint(-9, 9, (n,)).to(chosen.output)
         expected = (case.product() + bias.double()).to(chosen.output)
         assert torch.equal(run(case, chosen, bias, late=late), expected), (m, n, k)
-
-
-@pytest.mark.parametrize("chosen", [CASES[1], CASES[4]], ids=named)
-def test_parts_begin_with_the_scales_of_their_steps(chosen: Chosen) -> None:
-    case = exact(140, 67, 6 * BLOCK - 48, chosen.b_scale_rows)
-    for splits in (2, 5):
-        assert torch.equal(run(case, chosen, torch.ones(67), splits), (case.product() + 1).float())
 
 
 @pytest.mark.parametrize("chosen", CASES, ids=named)

@@ -17,14 +17,15 @@ import torch
 from fp8_numpy import code_values
 from gemm_on_host import Chosen
 from host_kernels import at_the_edge
-from sass import Family, compiled, count, instructions, program, resources
+from sass import compiled, count, instructions, program, resources
 from tensor_cores import SM120
 from torch import Tensor
 
-from kernels_cuda.gemm_variants import mx_configurations, variant
+from kernels_cuda.gemm_variants import OUTPUTS, mx_configuration
 
-(CONFIGURATION,) = mx_configurations((12, 0))
-CHOSEN = {output: Chosen(CONFIGURATION, output, b_scale_rows=1) for output in (torch.float32, torch.bfloat16)}
+CONFIGURATION = mx_configuration((12, 0))
+assert CONFIGURATION is not None
+CHOSEN = {output: Chosen(CONFIGURATION, output, b_scale_rows=1) for output in OUTPUTS}
 VALUES = torch.from_numpy(code_values("e4m3"))
 NAN = 255
 
@@ -41,10 +42,10 @@ class Operands(NamedTuple):
         """The operands in fp64, multiplied by their scales."""
         return scaled(self.a, self.a_scales), scaled(self.b, self.b_scales)
 
-    def product(self, part: slice = slice(None)) -> Tensor:
+    def product(self) -> Tensor:
         """The product in fp64."""
         a, b = self.values()
-        return a[:, part] @ b[:, part].t()
+        return a @ b.t()
 
 
 def scaled(codes: Tensor, scales: Tensor) -> Tensor:
@@ -76,9 +77,9 @@ def exact(m: int, n: int, k: int) -> Operands:
     return Operands(*codes, *(random_scales(rows, k, 124, 130, draw) for rows in (m, n)))
 
 
-def run(case: Operands, output: torch.dtype, bias: Tensor | None = None, splits: int = 1, late: bool = True) -> Tensor:
+def run(case: Operands, output: torch.dtype, bias: Tensor | None = None, late: bool = True) -> Tensor:
     operands = (case.a, in_tiles(case.a_scales)), (case.b, in_tiles(case.b_scales))
-    return gemm_on_host.run(operands, CHOSEN[output], bias, splits, late, 2)
+    return gemm_on_host.run(operands, CHOSEN[output], bias, late, 2)
 
 
 SIZES, DEPTHS = (1, 7, 33, 127, 128, 129, 257), (16, 32, 48, 96, 112, 128, 144, 256, 272, 400)
@@ -93,12 +94,6 @@ def test_each_block_is_multiplied_by_its_scales(m: int, late: bool) -> None:
         bias = torch.randint(-9, 9, (n,)).to(output)
         expected = (case.product() + bias.double()).to(output)
         assert torch.equal(run(case, output, bias, late=late), expected), (m, n, k)
-
-
-def test_parts_begin_with_the_scales_of_their_blocks() -> None:
-    case = exact(140, 67, 6 * 128 - 48)
-    for splits in (2, 5):
-        assert torch.equal(run(case, torch.float32, torch.ones(67), splits), (case.product() + 1).float())
 
 
 @pytest.mark.parametrize("spread", [3, 20])
@@ -133,17 +128,12 @@ def test_nan_stays_in_its_row_or_column() -> None:
 
 # --- for its GPUs -----------------------------------------------------------------------------------------------------
 
-
-def family(output: torch.dtype) -> Family:
-    return CONFIGURATION.family, variant(CONFIGURATION, "e4m3", "e4m3", output, False, 1)
+FAMILY = CHOSEN[torch.bfloat16].family
 
 
-FAMILY = family(torch.bfloat16)
-
-
-@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("output", CHOSEN)
 def test_compiles_without_spills(output: torch.dtype) -> None:
-    registers, static_bytes = resources(compiled(family(output), "sm_120a")[1])
+    registers, static_bytes = resources(compiled(CHOSEN[output].family, "sm_120a")[1])
     # two blocks on a multiprocessor
     assert registers * CONFIGURATION.threads * 2 <= 1 << 16
     assert (CONFIGURATION.shared_bytes + static_bytes + 1024) * 2 <= 100 << 10

@@ -1,7 +1,8 @@
 """``gemm_sm89`` from its own source as host C++ against fp64, and compiled for its GPUs. Needs no GPU.
 
 Its asynchronous copies are made as late as the kernel's waits allow, and in another run as early as possible: see
-``host_shim/instructions_sm89.cuh``. Sums are those of sm_120's tensor cores where they show more, else Ada's.
+``host_shim/instructions_sm89.cuh``. Sums are those of sm_120's tensor cores where they show more, else Ada's. All rows
+are in one group: for operands with one scale each there is no kernel.
 """
 
 from __future__ import annotations
@@ -14,42 +15,38 @@ import pytest
 import torch
 from fp8_numpy import code_values, saturating_cast
 from gemm_cases import FORMAT_PAIRS as PAIRS
+from gemm_on_host import POISON, Chosen, load, multiply
 from host_kernels import Guarded, HostKernel, at_the_edge
 from pairwise import pairwise
-from sass import compiled, count, instructions, resources
+from sass import compiled, count, instructions, name, resources
 from tensor_cores import ADA, SM120, TensorCores
 from torch import Tensor
 
-from kernels_cuda.gemm import Operand, Split, gemm, split_rows
-from kernels_cuda.gemm_variants import Configuration, configurations, variant
+from kernels_cuda.gemm import Operand
+from kernels_cuda.gemm_variants import Configuration, grouped_configuration
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # formats are read where products start, and outputs are written where they end: each value of both is enough
 OUTPUT_OF = dict(zip(PAIRS, DTYPES, strict=True))
-# NaN in every dtype: what is left unwritten is no number
-POISON = 0xFF
 NAN_CODE = 0x7F
 INF, NAN = np.inf, np.nan
 # for normally distributed operands; not powers of two, so that scaling rounds
 A_SCALE, B_SCALE = 37.0, 13.0
 
 
-def chosen(promote: bool) -> Configuration:
-    return configurations((8, 9), promote)[0]
+def configuration_of(promote: bool) -> Configuration:
+    configuration = grouped_configuration((8, 9), promote)
+    assert configuration is not None
+    return configuration
 
 
-def host_kernel(
-    configuration: Configuration,
-    formats: tuple[str, str],
-    output: torch.dtype,
-    promote: bool,
-    late: bool = True,
-    cores: TensorCores = SM120,
-) -> HostKernel:
-    family = ("gemm_sm89", variant(configuration, *formats, output, promote))
-    kernel = HostKernel(family, configuration.layout, configuration.threads, 0, configuration.shared_bytes)
-    for name, value in {"late": late, "fraction_bits": cores.bits}.items():
-        ctypes.c_int.in_dll(kernel._library, name).value = value
+def chosen(formats: tuple[str, str], output: torch.dtype, promote: bool) -> Chosen:
+    return Chosen(configuration_of(promote), output, formats, promote, grouped="rows")
+
+
+def host_kernel(one: Chosen, late: bool = True, cores: TensorCores = SM120) -> HostKernel:
+    kernel = load(one, late)
+    ctypes.c_int.in_dll(kernel._library, "fraction_bits").value = cores.bits
     return kernel
 
 
@@ -88,18 +85,17 @@ class Problem:
         output: torch.dtype,
         promote: bool,
         bias: Tensor | None = None,
-        configuration: Configuration | None = None,
         late: bool = True,
         cores: TensorCores = SM120,
     ) -> Tensor:
         """The kernel's result."""
-        configuration = configuration or chosen(promote)
-        kernel = host_kernel(configuration, self.formats, output, promote, late, cores)
+        its = chosen(self.formats, output, promote)
+        kernel = host_kernel(its, late, cores)
         # the next multiple of 16 bytes, and 16 more
         stride = -(-len(self.b) * output.itemsize // 16) * 16 // output.itemsize + 16 // output.itemsize
         guarded = Guarded((len(self.a), stride), output, POISON)
         out = guarded.tensor[:, : len(self.b)]
-        gemm(kernel, configuration, *self.scaled, out, bias)
+        multiply(kernel, its, *self.scaled, out, bias)
         assert guarded.unharmed(), "written outside of out"
         assert (guarded.tensor[:, len(self.b) :].contiguous().view(torch.uint8) == POISON).all(), "written beside it"
         return out.contiguous()
@@ -109,9 +105,9 @@ class Problem:
         values = torch.from_numpy(self.a_values), torch.from_numpy(self.b_values)
         return cores.sums(*values, self.formats, promote).float()
 
-    def check(self, out: Tensor, bias: Tensor | None = None, part: slice = slice(None)) -> None:
-        """``out`` is the fp64 result of ``part`` of K, up to truncated fp32 sums and one rounding to its dtype."""
-        a, b = self.a_values[:, part], self.b_values[:, part]
+    def check(self, out: Tensor, bias: Tensor | None = None) -> None:
+        """``out`` is the fp64 result, up to truncated fp32 sums and one rounding to its dtype."""
+        a, b = self.a_values, self.b_values
         scale = float(self.scales[0].double() * self.scales[1].double())
         addends = [torch.zeros(())] if bias is None else [bias.to(out.dtype)]
         addends = [one.double().numpy() for one in addends]
@@ -179,31 +175,6 @@ def test_sums_are_those_of_the_tensor_cores(promote: bool, formats: tuple[str, s
         assert (k <= 128) == torch.equal(expected, other) or cores is SM120
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "splits", "promote"),
-    [(130, 129, 400, 1, True), (130, 129, 400, 3, False), (7, 200, 400, 2, True), (129, 5, 144, 2, False)],
-)
-def test_splits(m: int, n: int, k: int, splits: int, promote: bool) -> None:
-    """Each split writes the sums of its steps of 128 to its own rows, and nothing else."""
-    configuration = chosen(promote)
-    problem = Problem(m, n, k, PAIRS[0])
-    kernel = host_kernel(configuration, problem.formats, torch.float32, promote)
-    rows, stride, summed = split_rows(configuration, m), -(-n // 4) * 4 + 4, []
-    guarded = Guarded((splits, rows, stride), torch.float32, POISON)
-    parts, out = guarded.tensor[:, :, :n], torch.zeros(m, n)
-    split = Split(splits, parts, lambda *arguments: summed.append(arguments))  # type: ignore[arg-type]
-    gemm(kernel, configuration, *problem.scaled, out, torch.ones(n), split)
-    assert guarded.unharmed()
-    result = parts[:, :m].clone()
-    parts[:, :m].view(torch.int32).fill_(int.from_bytes([POISON] * 4, "little", signed=True))
-    assert (guarded.tensor.view(torch.uint8) == POISON).all(), "written outside of the parts"
-    assert len(summed) == 1
-    steps = -(-k // 128)
-    for s, part in enumerate(result):
-        problem.check(part, part=slice(128 * (steps * s // splits), 128 * (steps * (s + 1) // splits)))
-    problem.check(result.double().sum(0).float())
-
-
 # --- the epilogue -----------------------------------------------------------------------------------------------------
 
 
@@ -225,11 +196,11 @@ def test_epilogue_is_exact(output: torch.dtype) -> None:
 def test_nothing_behind_out_and_bias_is_read() -> None:
     for n, output in itertools.product((7, 8), DTYPES):
         problem = Problem(5, n, 32, PAIRS[0])
-        kernel = host_kernel(chosen(False), problem.formats, output, False)
+        its = chosen(problem.formats, output, False)
         out = at_the_edge(torch.empty(5, 8, dtype=output))[:, :n]
         bias = at_the_edge(torch.empty(n, dtype=output))
         bias.copy_(torch.randn(n))
-        gemm(kernel, chosen(False), *problem.scaled, out, bias)
+        multiply(host_kernel(its), its, *problem.scaled, out, bias)
         problem.check(out, bias)
 
 
@@ -268,51 +239,37 @@ def test_nan_and_inf_stay_in_their_rows_and_columns(formats: tuple[str, str], pr
 
 # --- for its GPUs -----------------------------------------------------------------------------------------------------
 
-ARCHITECTURES = ("sm_89", "sm_120a")
+ARCHITECTURES = ("sm_89", "sm_120a", "sm_121a")
 # registers depend on the output and on promotion; a format changes the name of one instruction
-EVERY = [(PAIRS[at % 3], *of) for at, of in enumerate(itertools.product(DTYPES, (False, True)))]
-GROUPED = ((False, "rows"), (True, "rows"), (True, "depth"))
+IN_GROUPS = [
+    Chosen(configuration_of(promote), output, formats, promote, grouped=grouped)
+    for promote, grouped in ((False, "rows"), (True, "rows"), (True, "depth"))
+    for formats, output in OUTPUT_OF.items()
+]
+# the epilogue is the same as in the others
+IN_BLOCKS = [Chosen(configuration_of(True), torch.float32, PAIRS[0], True, rows) for rows in (1, 128)]
 REGISTERS, SHARED_BYTES = 1 << 16, 100 << 10
-Chosen = tuple[tuple[str, str], torch.dtype, bool]
 
 
-def definitions(formats: tuple[str, str], output: torch.dtype, promote: bool) -> tuple[str, ...]:
-    return variant(chosen(promote), *formats, output, promote)
-
-
-def in_blocks(b_scale_rows: int) -> tuple[str, ...]:
-    return variant(chosen(True), "e4m3", "e4m3", torch.float32, True, b_scale_rows)
-
-
-def in_groups(promote: bool, grouped: str, output: torch.dtype) -> tuple[str, ...]:
-    return variant(chosen(promote), "e4m3", "e4m3", output, promote, grouped=grouped)
+def named(value: Chosen | str) -> str:
+    return value if isinstance(value, str) else name(value.family)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("defines", "promote"),
-    [
-        *((definitions(*one), one[2]) for one in EVERY),
-        # the epilogue is the same as in the others
-        *((in_blocks(rows), True) for rows in (1, 128)),
-        *((in_groups(*one, output), one[0]) for one, output in zip(GROUPED, DTYPES, strict=True)),
-    ],
-    ids=str,
-)
-def test_compiles_without_spills(defines: tuple[str, ...], promote: bool, arch: str) -> None:
-    registers, static_bytes = resources(compiled(("gemm_sm89", defines), arch)[1])
-    configuration = chosen(promote)
+@pytest.mark.parametrize("one", IN_GROUPS + IN_BLOCKS, ids=named)
+def test_compiles_without_spills(one: Chosen, arch: str) -> None:
+    registers, static_bytes = resources(compiled(one.family, arch)[1])
     # two blocks per multiprocessor, with PROMOTE one; 1 KB of a block's shared memory is reserved by the system
-    blocks = 1 if promote else 2
-    assert registers * configuration.threads * blocks <= REGISTERS
-    assert (configuration.shared_bytes + static_bytes + 1024) * blocks <= SHARED_BYTES
+    blocks = 1 if one.promote else 2
+    assert registers * one.configuration.threads * blocks <= REGISTERS
+    assert (one.configuration.shared_bytes + static_bytes + 1024) * blocks <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("one", [*EVERY[::2], EVERY[5]], ids=str)
+@pytest.mark.parametrize("one", IN_GROUPS[::2], ids=named)
 def test_instructions(one: Chosen, arch: str) -> None:
-    (a_format, b_format), output, _ = one
-    found = instructions(("gemm_sm89", definitions(*one)), arch)
+    a_format, b_format = one.formats
+    found = instructions(one.family, arch)
     # a warp's 64 x 32 x 64 in mma of 16 x 8 x 32, times the unrolling of the main loop
     products = count(found, rf"QMMA\.16832\.F32\.{a_format.upper()}\.{b_format.upper()}")
     assert products > 0, found
@@ -327,5 +284,5 @@ def test_instructions(one: Chosen, arch: str) -> None:
     assert copies % 4 == 0, found
     assert copies == count(found, r"LDGSTS\..*"), found
     assert not count(found, r"STS\b.*"), "stores to shared memory"
-    wide = r"STG\.E\.64" if output == torch.float32 else r"STG\.E"
+    wide = r"STG\.E\.64" if one.output == torch.float32 else r"STG\.E"
     assert count(found, wide) >= 32, found

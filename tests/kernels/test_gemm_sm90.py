@@ -24,18 +24,18 @@ from gemm_cases import (
     operands,
     random_problems,
 )
-from gemm_on_host import Chosen, load, sum_kernel
+from gemm_on_host import Chosen, load, multiply
 from host_kernels import HostKernel, at_the_edge, host_tensor_map
 from tensor_cores import HOPPER
 from torch import Tensor
 
 from kernels_cuda import gemm
-from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration, configurations
 from lightning_fp8.ops.cuda import kernels
 
-FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
-LARGE, SMALL = FAST[0], FAST[-1]
+LARGE, SMALL = configurations((9, 0))
+# what is not promoted is computed as a single group of rows
+EVERY = [(LARGE, True), (SMALL, True), (SMALL, False)]
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 INF, NAN = math.inf, math.nan
 
@@ -54,11 +54,12 @@ def run(
     case: Operands,
     configuration: Configuration,
     output: torch.dtype,
-    promote: bool = False,
+    promote: bool = True,
     bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    chosen = Chosen(configuration, output, (case.a_format, case.b_format), promote)
+    grouped = "" if promote else "rows"
+    chosen = Chosen(configuration, output, (case.a_format, case.b_format), promote, grouped=grouped)
     return gemm_on_host.run(case.scaled, chosen, bias, **options)
 
 
@@ -67,7 +68,7 @@ def check(
     configuration: Configuration,
     output: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
-    promote: bool = False,
+    promote: bool = True,
     **options: bool | int,
 ) -> None:
     result = run(case, configuration, output, promote, bias, **options)  # type: ignore[arg-type]
@@ -80,12 +81,12 @@ def check(
 # formats are read where products start, and outputs are written where they end: each value of both is enough
 @pytest.mark.parametrize(("pair", "output"), [*zip(FORMAT_PAIRS, (torch.float16, torch.bfloat16, torch.float32))])
 def test_formats_and_outputs(pair: tuple[str, str], output: torch.dtype) -> None:
-    check(operands(200, 136, 400, *pair), PROMOTED[-1], output, promote=True)
+    check(operands(200, 136, 400, *pair), SMALL, output)
 
 
 @pytest.mark.parametrize(
     ("configuration", "promote"),
-    [(one, False) for one in FAST] + [(one, True) for one in PROMOTED],
+    EVERY,
     ids=lambda value: value.name if isinstance(value, Configuration) else "promoted" if value else "fast",
 )
 def test_every_configuration(configuration: Configuration, promote: bool, late: bool) -> None:
@@ -105,8 +106,8 @@ def test_ragged_rows_and_columns(m: int, n: int) -> None:
 
 @pytest.mark.parametrize("k", [16, 112, 128, 144, 768, 784])
 def test_ragged_steps(k: int, late: bool) -> None:
-    check(operands(130, 40, k), SMALL, late=late)
-    check(operands(130, 40, k, "e5m2"), PROMOTED[-1], torch.float32, promote=True, late=late)
+    check(operands(130, 40, k), SMALL, promote=False, late=late)
+    check(operands(130, 40, k, "e5m2"), SMALL, torch.float32, late=late)
 
 
 @pytest.mark.parametrize("multiprocessors", [2, 3, 64])
@@ -124,27 +125,8 @@ def test_bias(dtype: torch.dtype, output: torch.dtype) -> None:
 
 
 def test_each_tile_of_a_block_has_its_own_bias(late: bool) -> None:
-    # tiles of 256 columns, one after the other in a cluster
+    # tiles one after the other in a cluster
     check(operands(70, 700, 144), LARGE, bias=torch.randn(700) * 100, late=late, multiprocessors=2)
-
-
-@pytest.mark.parametrize(("splits", "output"), [*zip((2, 3, 7), OUTPUTS)])
-def test_splits(splits: int, output: torch.dtype, late: bool) -> None:
-    case = operands(140, 67, 8 * 128 - 48, "e5m2")
-    check(case, PROMOTED[0], output, promote=True, splits=splits, late=late)
-    check(case, PROMOTED[-1], output, torch.randn(67), promote=True, splits=splits, late=late)
-
-
-def test_parts_are_those_of_their_steps() -> None:
-    case, configuration = operands(64, 64, 5 * 128, "e5m2"), PROMOTED[-1]
-    kernel = load(Chosen(configuration, torch.float32, ("e5m2", "e4m3"), True))
-    parts = torch.full((2, 128, 64), NAN)
-    out, split = torch.empty(64, 64), Split(2, parts, sum_kernel(torch.float32))
-    gemm.gemm(kernel, configuration, *case.scaled, out, None, split)
-    for part, steps in zip(parts, (slice(0, 256), slice(256, 640))):
-        its = case._replace(a=case.a[:, steps], b=case.b[:, steps])
-        assert_close(part[:64], its.product(), its.magnitude(), ACCUMULATION[True])
-    assert torch.equal(out, parts[0, :64] + parts[1, :64])
 
 
 @pytest.mark.parametrize("pair", FORMAT_PAIRS, ids="-".join)
@@ -154,15 +136,15 @@ def test_sums_are_those_of_the_tensor_cores(pair: tuple[str, str]) -> None:
     case.a.view(DTYPES[pair[0]])[::2].copy_(case.values()[0][::2] * 2.0**-5)
     factor = case.a_scale_inv * case.b_scale_inv
     fast, promoted = (HOPPER.sums(*case.values(), pair, promote) for promote in (False, True))
-    assert torch.equal(run(case, SMALL, torch.float32), fast.float() * factor)
-    assert torch.equal(run(case, PROMOTED[-1], torch.float32, promote=True), promoted.float() * factor)
+    assert torch.equal(run(case, SMALL, torch.float32, promote=False), fast.float() * factor)
+    assert torch.equal(run(case, SMALL, torch.float32), promoted.float() * factor)
     # neither equals the exact sum rounded at the end
     a, b = case.values()
     assert not any(torch.equal(sums.float(), (a @ b.t()).float()) for sums in (fast, promoted))
 
 
 # the cases of `tests/ops/test_cuda_gemm.py`, and those of them that do not take long here
-PROBLEMS = [*random_problems(FAST, PROMOTED)]
+PROBLEMS = [*random_problems([SMALL], [LARGE, SMALL])]
 SOME = [problem for problem in PROBLEMS if problem.m * problem.n * problem.k < 1e6]
 
 
@@ -172,7 +154,7 @@ def test_the_worst_sums(number: int, row: int, column: int) -> None:
     problem = next(problem for problem in PROBLEMS if problem.number == number)
     case = problem.case._replace(a=problem.case.a[row : row + 1], b=problem.case.b[column : column + 1])
     # the kernel makes no difference, see `test_sums_are_those_of_the_tensor_cores`
-    result = run(case, PROMOTED[-1] if problem.promote else SMALL, torch.float32, problem.promote)
+    result = run(case, SMALL, torch.float32, problem.promote)
     error = ((result.double() - case.product()).abs() / case.magnitude()).item()
     assert error == pytest.approx(LARGEST[problem.promote], rel=0.005)
 
@@ -192,11 +174,11 @@ def test_reads_nothing_behind_its_tensors(shape: tuple[int, int, int]) -> None:
     bias, width = at_the_edge(torch.randn(n)), -(-n // 8) * 8
     for output in (torch.bfloat16, torch.float32):
         out = at_the_edge(torch.empty(m, width, dtype=output))
-        kernel = load(Chosen(SMALL, output))
+        chosen = Chosen(SMALL, output, promote=True)
         edges = case._replace(a=at_the_edge(case.a), b=at_the_edge(case.b))
-        gemm.gemm(kernel, SMALL, *edges.scaled, out[:, :n], bias)
+        multiply(load(chosen), chosen, *edges.scaled, out[:, :n], bias)
         expected = case.product() + bias.to(output).double()
-        assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[False])
+        assert_close(out[:, :n], expected, case.magnitude() + 10, ACCUMULATION[True])
 
 
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
@@ -211,14 +193,18 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value: float) -> None:
     assert result[:129].isfinite().all()
 
 
-# --- self-tests -------------------------------------------------------------------------------------------------------
-
-IN_BLOCKS = [variant for variant in kernels.variants((9, 0), every=True) if "B_SCALE_ROWS" in variant.name]
+# --- the check at first use -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "variant", [*kernels.variants((9, 0))[68::9], IN_BLOCKS[0], IN_BLOCKS[-1]], ids=lambda variant: variant.name
-)
-def test_self_tests_pass(variant: kernels.Variant) -> None:
+def structure(variant: kernels.Variant) -> tuple[str, ...]:
+    return variant.layout, *(one for one in variant.defines if not one.startswith(("A_FORMAT", "B_FORMAT", "OUTPUT")))
+
+
+GEMMS = [one for capability in ((9, 0), (8, 9)) for one in kernels.variants(capability, every=True) if one.shared_bytes]
+
+
+@pytest.mark.parametrize("variant", {structure(one): one for one in GEMMS}.values(), ids=lambda variant: variant.name)
+def test_kernels_pass_their_check(variant: kernels.Variant) -> None:
+    """One of each structure, Ada's too."""
     kernel = HostKernel((variant.family, variant.defines), variant.layout, variant.block, 0, variant.shared_bytes)
-    assert variant.self_test(torch.device("cpu"), kernel) is None
+    assert variant.check(torch.device("cpu"), kernel) is None

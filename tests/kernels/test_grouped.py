@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gemm_on_host
 import pytest
@@ -22,8 +22,7 @@ from pairwise import pairwise
 from torch import Tensor
 
 from kernels_cuda import casts, gemm
-from kernels_cuda.gemm_variants import configurations, grouped_configuration
-from lightning_fp8.ops.cuda import self_test_gemm
+from kernels_cuda.gemm_variants import grouped_configuration
 from lightning_fp8.ops.operand import ScaleFrom
 
 TILE, NAN_CODE = 128, 0x7F
@@ -130,7 +129,6 @@ def test_a_configuration_has_tiles_of_one_group() -> None:
     for promote in (False, True):
         for capability in (HOPPER, ADA, (12, 0)):
             one = grouped_configuration(capability, promote)
-            assert one in configurations(capability, promote)
             assert one is not None
             assert (one.block_m, one.cluster) == (TILE, 1)
         assert grouped_configuration((10, 0), promote) is None
@@ -240,40 +238,6 @@ def test_more_steps_than_stages_by_depth(one: Chosen, late: bool) -> None:
     # sums of different lengths, one after the other, and empty ones between them
     sizes = [128 * (one.configuration.stages + 1), 0, 0, 100, 300, 0]
     check_by_depth(one, Routing(sizes, 1), 192, 144, late)
-
-
-# --- the self-test on a GPU -------------------------------------------------------------------------------------------
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("one", [BY_ROWS[0], BY_ROWS[5], BY_DEPTH[2], BY_DEPTH[3]], ids=named)
-def test_kernels_pass_their_self_test(one: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, launch, grids = loaded(one), HostKernel.__call__, []
-    # of an H100
-    kernel.multiprocessors = 132
-
-    def noting(self: HostKernel, grid: int, *arguments: int | float | bytes) -> None:
-        grids.append(grid)
-        launch(self, grid, *arguments)
-
-    monkeypatch.setattr(HostKernel, "__call__", noting)
-    assert self_test_gemm.grouped(CPU, one.configuration, one.grouped, *one.formats, one.output, kernel) is None
-    # a block of a persistent kernel has many tiles all the same
-    assert (grids == [2]) == (one.configuration.family == "gemm_sm90")
-    assert kernel.multiprocessors == 132
-
-
-def test_a_self_test_finds_rows_of_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, multiply = BY_ROWS[0], gemm.gemm_by_rows
-
-    def writing_more(*arguments: Any) -> None:
-        multiply(*arguments)
-        arguments[5][-1, -1] = 0
-
-    monkeypatch.setattr(gemm, "gemm_by_rows", writing_more)
-    found = self_test_gemm.grouped(CPU, one.configuration, one.grouped, *one.formats, one.output, loaded(one))
-    assert found == "its self-test gave rows of no group"
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------

@@ -18,15 +18,16 @@ import cupy_stand_in
 import pytest
 import torch
 from cupy_backends.cuda.api import driver, runtime
-from gemm_in_fp64 import HOPPER
 
 import kernels_cuda.load
 from kernels_cuda import gemm
 from kernels_cuda.compile import KernelsUnavailable, compiled
+from kernels_cuda.gemm_variants import configurations
 from kernels_cuda.launch import Kernel
 from kernels_cuda.tensor_map import tensor_map
 
 LAYOUT = "PPiif"
+HOPPER = configurations((9, 0))[-1]
 CURRENT_DEVICE = 0
 
 

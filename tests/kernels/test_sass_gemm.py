@@ -9,85 +9,52 @@ import pytest
 import torch
 from changed_sources import Change
 from gemm_cases import FORMAT_PAIRS
+from gemm_on_host import Chosen
 from sass import LINE, Family, compiled, count, instructions, name, program, resources, touching
 
-from kernels_cuda import gemm_variants
-from kernels_cuda.gemm_variants import Configuration, configurations
+from kernels_cuda.gemm_variants import configurations
 
-FAST, PROMOTED = (configurations((9, 0), promote) for promote in (False, True))
+LARGE, SMALL = configurations((9, 0))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # the limits of a block on Hopper, and its registers at the start
 SHARED_BYTES, REGISTERS = 227 << 10, 168
-Chosen = tuple[Configuration, Family]
-
-
-def plain(configuration: Configuration, a: str, b: str, output: torch.dtype, promote: bool) -> Chosen:
-    return configuration, (configuration.family, gemm_variants.variant(configuration, a, b, output, promote))
-
-
-def in_blocks(configuration: Configuration, output: torch.dtype, b_scale_rows: int) -> Chosen:
-    defines = gemm_variants.variant(configuration, "e4m3", "e4m3", output, True, b_scale_rows)
-    return configuration, (configuration.family, defines)
-
-
-def in_groups(output: torch.dtype, promote: bool, grouped: str) -> Chosen:
-    configuration = gemm_variants.grouped_configuration((9, 0), promote)
-    assert configuration is not None
-    defines = gemm_variants.variant(configuration, "e4m3", "e4m3", output, promote, grouped=grouped)
-    return configuration, (configuration.family, defines)
-
-
-BLOCKS = [
-    in_blocks(one, output, rows)
-    for one in PROMOTED
-    for rows in (1, 128)
-    for output in ((torch.float32,) if rows == 1 else (torch.bfloat16,))
+# every configuration and format, and every output with one of them
+PLAIN = [
+    *(Chosen(LARGE, output, pair, promote=True) for pair, output in zip(FORMAT_PAIRS[1:], (FP16, FP32))),
+    *(Chosen(one, BF16, FORMAT_PAIRS[1], promote=True) for one in (LARGE, SMALL)),
 ]
-# every configuration; every format and output with one of them, and some of those below promotion with fp32
-EVERY = [
-    *(plain(one, "e4m3", "e4m3", torch.bfloat16, False) for one in FAST),
-    *(plain(one, "e5m2", "e4m3", torch.bfloat16, True) for one in PROMOTED),
-    *(plain(FAST[0], *pair, out, False) for pair, out in zip(FORMAT_PAIRS[1:], (torch.float16, torch.float32))),
-    *(plain(PROMOTED[0], *pair, torch.float16, True) for pair in FORMAT_PAIRS[:2]),
+BLOCKS = [
+    Chosen(one, output, promote=True, b_scale_rows=rows)
+    for one in (LARGE, SMALL)
+    for rows, output in ((1, FP32), (128, BF16))
 ]
 GROUPS = [
-    in_groups(output, promote, grouped)
+    Chosen(SMALL, output, promote=promote, grouped=grouped)
     for promote, grouped in ((False, "rows"), (True, "rows"), (True, "depth"))
-    for output in gemm_variants.OUTPUTS
+    for output in (BF16, FP32, FP16)
 ]
+FAST = GROUPS[0]
+EVERY = PLAIN + BLOCKS + GROUPS
 
 
 def named(chosen: Chosen) -> str:
-    return name(chosen[1])
+    return name(chosen.family)
 
 
-@pytest.mark.parametrize("chosen", EVERY + BLOCKS + GROUPS, ids=named)
+@pytest.mark.parametrize("chosen", EVERY, ids=named)
 def test_compiles_without_spills(chosen: Chosen) -> None:
-    configuration, family = chosen
-    registers, static_bytes = resources(compiled(family, "sm_90a")[1])
+    registers, static_bytes = resources(compiled(chosen.family, "sm_90a")[1])
     # 384 threads start with an equal share of registers; the loading warpgroup gives its own away
     assert registers == REGISTERS
     assert static_bytes == 0
-    assert configuration.shared_bytes <= SHARED_BYTES
+    assert chosen.configuration.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize("output", gemm_variants.OUTPUTS)
-def test_the_sum_of_splits_compiles(output: torch.dtype) -> None:
-    registers, static_bytes = resources(compiled(("sum_splits", gemm_variants.sum_splits_variant(output)), "sm_90a")[1])
-    assert registers <= 64
-    assert static_bytes == 0
-
-
-SHOWN = [plain(FAST[at], "e4m3", "e4m3", torch.bfloat16, False) for at in (0, 1, -1)]
-SHOWN += [plain(PROMOTED[0], "e5m2", "e4m3", torch.float32, True)]
-
-
-@pytest.mark.parametrize("chosen", SHOWN, ids=named)
+@pytest.mark.parametrize("chosen", [*PLAIN[1:], FAST], ids=named)
 def test_instructions(chosen: Chosen) -> None:
-    configuration, family = chosen
-    found = instructions(family, "sm_90a")
-    settings = dict(define.split("=") for define in family[1])
-    fp32 = settings["OUTPUT"] == "OutFp32"
-    a, b = settings["A_FORMAT"].upper(), settings["B_FORMAT"].upper()
+    configuration, fp32 = chosen.configuration, chosen.output == FP32
+    found = instructions(chosen.family, "sm_90a")
+    a, b = (fmt.upper() for fmt in chosen.formats)
     assert not count(found, r"(LDL|STL)\b.*"), "local memory"
     # products: 4 of 32 bytes per step and piece, in a loop that may be unrolled
     pieces = configuration.block_m // 128
@@ -116,13 +83,13 @@ def test_instructions(chosen: Chosen) -> None:
     assert not count(found, r"STG\..*|RED.*|ATOM.*")
 
 
-@pytest.mark.parametrize("chosen", EVERY + BLOCKS + GROUPS, ids=named)
+@pytest.mark.parametrize("chosen", EVERY, ids=named)
 def test_nothing_touches_sums_while_products_run(chosen: Chosen) -> None:
-    assert touching(*program(chosen[1], "sm_90a")) == []
+    assert touching(*program(chosen.family, "sm_90a")) == []
 
 
 def test_what_touches_sums_while_products_run_is_found() -> None:
-    fast, precise = (program(one[1], "sm_90a") for one in (EVERY[0], in_blocks(PROMOTED[0], torch.bfloat16, 128)))
+    fast, precise = (program(one.family, "sm_90a") for one in (FAST, BLOCKS[1]))
     for lines, labels in (fast, precise):
         (*_, last) = (at for at, line in enumerate(lines) if "gsb0, 0x0" in line)
         # a wait that is not there, or is for all but one group, and sums that are stored or scaled
@@ -132,63 +99,57 @@ def test_what_touches_sums_while_products_run_is_found() -> None:
     # in the main loop of `fast`, where it replaces one that touches nothing: the products of two steps are under way
     lines, labels = fast
     at = next(at for at, line in enumerate(lines) if "gsb0, 0x1" in line) - 2
-    for register, touched in ((23, False), (24, True), (151, True), (152, False)):
+    for register, touched in ((23, False), (24, True), (87, True), (88, False)):
         moved = f"        /*0000*/              @!P0 FADD R152, R{register}, R152 ;"
         assert touching([*lines[:at], moved, *lines[at + 1 :]], labels) == [moved] * touched
 
 
 @pytest.mark.parametrize(
-    ("promote", "change"),
+    ("chosen", "change"),
     [
-        (False, Change("    mma_wait<0>();\n    release", "    release")),
-        (False, Change("        mma_wait<1>();\n", "        sums[0].values[0] += 1.0f;\n        mma_wait<1>();\n")),
-        (True, Change("            mma_wait<0>();\n", "")),
-        (True, Change("            mma_wait<0>();\n", "            mma_wait<1>();\n")),
+        (FAST, Change("    mma_wait<0>();\n    release", "    release")),
+        (FAST, Change("        mma_wait<1>();\n", "        sums[0].values[0] += 1.0f;\n        mma_wait<1>();\n")),
+        (PLAIN[0], Change("            mma_wait<0>();\n", "")),
+        (PLAIN[0], Change("            mma_wait<0>();\n", "            mma_wait<1>();\n")),
     ],
     ids=["no last wait", "sums touched in the loop", "no wait for a step", "no wait for the newest step"],
 )
-def test_what_touches_sums_in_a_source_is_found(promote: bool, change: Change) -> None:
+def test_what_touches_sums_in_a_source_is_found(chosen: Chosen, change: Change) -> None:
     """ptxas waits by itself where the source does not, and says so; this costs most of the speed."""
-    configuration = (FAST, PROMOTED)[promote][0]
-    family = plain(configuration, "e4m3", "e4m3", torch.bfloat16, promote)[1]
     with pytest.raises(AssertionError, match="C75"):
-        resources(compiled(family, "sm_90a", change)[1])
+        resources(compiled(chosen.family, "sm_90a", change)[1])
 
 
-def steps(configuration: Configuration, family: Family) -> tuple[list[str], int]:
+def steps(chosen: Chosen) -> tuple[list[str], int]:
     """The instructions of a computing thread in the main loop, the shortest around products; and its steps of K."""
-    lines, labels = program(family, "sm_90a")
+    lines, labels = program(chosen.family, "sm_90a")
     jumps = ((place, re.search(r"BRA.*`\((\.L_\w+)\)", line)) for place, line in enumerate(lines))
     loops = (lines[labels[jump[1]] : place + 1] for place, jump in jumps if jump)
     loop = min((loop for loop in loops if any("QGMMA" in line for line in loop)), key=len)
-    return loop, sum("QGMMA" in line for line in loop) // (configuration.block_m // 128 * 4)
+    return loop, sum("QGMMA" in line for line in loop) // (chosen.configuration.block_m // 128 * 4)
 
 
-# by rows and columns of a tile, a little more than there are; kernels_cuda/README.md has the figures with block scales
-FAST_STEP = {(128, 256): 50, (256, 128): 59, (128, 128): 49}
+# by rows of a tile, a little more than there are; kernels_cuda/README.md has the figures with block scales
 STEP = {
-    (False, 0): FAST_STEP,
-    (True, 0): {(256, 128): 190, (128, 128): 114},
-    (True, 128): {(256, 128): 225, (128, 128): 129},
-    (True, 1): {(256, 128): 395, (128, 128): 217},
+    (False, 0): {128: 49},
+    (True, 0): {256: 190, 128: 114},
+    (True, 128): {256: 225, 128: 129},
+    (True, 1): {256: 395, 128: 217},
 }
 
 
-@pytest.mark.parametrize("chosen", EVERY + BLOCKS + GROUPS, ids=named)
+@pytest.mark.parametrize("chosen", EVERY, ids=named)
 def test_a_step_costs_at_most(chosen: Chosen) -> None:
-    configuration, family = chosen
-    settings = dict(define.split("=") for define in family[1])
-    promote, scale_rows = settings["PROMOTE"] == "1", int(settings.get("B_SCALE_ROWS", 0))
-    loop, times = steps(*chosen)
+    promote, scale_rows, rows = chosen.promote, chosen.b_scale_rows, chosen.configuration.block_m
+    loop, times = steps(chosen)
     found = Counter(LINE.findall("\n".join(loop)))
-    tile = configuration.block_m, configuration.block_n
-    most = STEP[promote, scale_rows][tile]
+    most = STEP[promote, scale_rows][rows]
     assert len(loop) <= most * times, found
     # two warps of each scheduler issue them while the tensor cores multiply, 4096 sums of products a cycle
-    assert 2 * most < tile[0] * tile[1] * 128 // 4096
+    assert 2 * most < rows * 128 * 128 // 4096
     if not promote:
         return
-    pieces = configuration.block_m // 128
+    pieces = rows // 128
     # 64 x 128 sums for each piece, 64 per thread, with an addition or a multiply-add each
     assert count(found, "FADD") == (0 if scale_rows else 64 * pieces), found
     assert count(found, "FFMA") == (64 * pieces if scale_rows else 0), found
@@ -201,28 +162,22 @@ def test_a_step_costs_at_most(chosen: Chosen) -> None:
     assert count(found, r"BAR\.SYNC.*") == (2 if by_columns else 0), found
 
 
-@pytest.mark.parametrize(
-    "chosen", [plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False), *(one for one in BLOCKS[:2])], ids=named
-)
+@pytest.mark.parametrize("chosen", [FAST, PLAIN[2], *BLOCKS[:2]], ids=named)
 def test_the_bias_is_loaded_while_products_run(chosen: Chosen) -> None:
-    configuration, family = chosen
-    lines, _ = program(family, "sm_90a")
+    lines, _ = program(chosen.family, "sm_90a")
     products = [place for place, line in enumerate(lines) if "QGMMA" in line]
     # nothing else is loaded in 16 bits; a bias in fp32 goes to the same register
     loads = [
         (place, found[1]) for place, line in enumerate(lines) if (found := re.search(r"LDG\.E\.U16 (R\d+),", line))
     ]
-    assert len(loads) == configuration.block_n // 128
-    for place, register in loads:
-        used = (
-            n for n, line in enumerate(lines) if n > place and re.search(rf"\b{register}\b", line) and "LDG" not in line
-        )
-        assert place < products[0] < products[-1] < next(used)
+    ((place, register),) = loads
+    uses = (n for n, line in enumerate(lines) if re.search(rf"\b{register}\b", line) and "LDG" not in line)
+    assert place < products[0] < products[-1] < next(use for use in uses if use > place)
 
 
 @pytest.mark.parametrize("chosen", GROUPS, ids=named)
 def test_products_do_not_wait_for_the_scales_of_their_group(chosen: Chosen) -> None:
-    lines, _ = program(chosen[1], "sm_90a")
+    lines, _ = program(chosen.family, "sm_90a")
     *_, last = (place for place, line in enumerate(lines) if "QGMMA" in line)
     # nothing else is multiplied without an addition
     (place,) = (place for place, line in enumerate(lines) if re.search(r"\bFMUL\b", line))
@@ -248,4 +203,4 @@ def epilogue_instructions(family: Family) -> int:
 
 # README.md has this figure: at most so many per 128 sums of a thread
 def test_an_epilogue_costs_at_most() -> None:
-    assert epilogue_instructions(plain(FAST[0], "e4m3", "e4m3", torch.bfloat16, False)[1]) <= 500
+    assert epilogue_instructions(PLAIN[2].family) <= 430

@@ -67,7 +67,7 @@ def operands(m: int, n: int, k: int, a_format: str = "e4m3", b_format: str = "e4
 
 
 class Problem(NamedTuple):
-    """A GEMM of random sizes, and the kernel for it."""
+    """A GEMM of random sizes, and the kernel for it; not promoted, one for groups of rows."""
 
     number: int
     configuration: Configuration

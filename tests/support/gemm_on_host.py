@@ -27,15 +27,31 @@ class Chosen(NamedTuple):
     b_scale_rows: int = 0
     grouped: str = ""
 
+    @property
+    def family(self) -> tuple[str, tuple[str, ...]]:
+        """The kernel family and its definitions."""
+        configuration, output, formats, *rest = self
+        return configuration.family, gemm_variants.variant(configuration, *formats, output, *rest)
+
 
 def load(chosen: Chosen, late: bool = True) -> HostKernel:
     """Copies, on Hopper products too, happen as late as a device may do them, or as early."""
-    config, output, formats, promote, b_scale_rows, grouped = chosen
-    defines = gemm_variants.variant(config, *formats, output, promote, b_scale_rows, grouped)
-    layout = config.grouped_layout if grouped else config.blocks_layout if b_scale_rows and promote else config.layout
-    kernel = HostKernel((config.family, defines), layout, config.threads, 0, config.shared_bytes)
+    config, in_blocks = chosen.configuration, chosen.b_scale_rows and chosen.promote
+    layout = config.grouped_layout if chosen.grouped else config.blocks_layout if in_blocks else config.layout
+    kernel = HostKernel(chosen.family, layout, config.threads, 0, config.shared_bytes)
     ctypes.c_int.in_dll(kernel._library, "late").value = late
     return kernel
+
+
+def multiply(
+    kernel: HostKernel, chosen: Chosen, a: Operand, b: Operand, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """Also by a kernel for groups of rows: all of them, which need not be whole tiles, are in one."""
+    if chosen.grouped:
+        of_tile = torch.zeros(-(-len(out) // 128), dtype=torch.int32)
+        gemm.gemm_by_rows(kernel, chosen.configuration, a, (b[0][None], b[1]), of_tile, out, bias)
+    else:
+        gemm.gemm(kernel, chosen.configuration, a, b, out, bias)
 
 
 def run(
@@ -50,7 +66,7 @@ def run(
     kernel = load(chosen, late)
     kernel.multiprocessors = multiprocessors
     memory = Guarded((m, -(-n * output.itemsize // 16) * 16 // output.itemsize), output, POISON)
-    gemm.gemm(kernel, chosen.configuration, *operands, memory.tensor[:, :n], bias)
+    multiply(kernel, chosen, *operands, memory.tensor[:, :n], bias)
     assert memory.unharmed()
     # the padding columns of a row must stay unchanged: the copy engine never writes outside the matrix
     if chosen.configuration.family == "gemm_sm90":

@@ -17,7 +17,6 @@ from changed_sources import Change, changed
 from host_kernels import HostKernel, build_folder, compile_on_host, host_tensor_map
 
 from kernels_cuda import gemm
-from kernels_cuda.gemm import Split
 from kernels_cuda.gemm_variants import Configuration, variant
 
 SHIM = Path(__file__).parent / "trace_shim"
@@ -97,11 +96,10 @@ class Program(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """How many tiles a cluster has, one below the other, and steps of K; in how many parts K is split, each a tile."""
+    """How many tiles a cluster has, one below the other, and steps of K."""
 
     tiles: int
     steps: int
-    splits: int = 1
 
 
 def programs(
@@ -112,7 +110,10 @@ def programs(
     change: Change | None = None,
     groups: tuple[str, Sequence[int]] | None = None,
 ) -> list[Program]:
-    """What the processes of a cluster do. ``groups``: how they are grouped, and ``group_of_tile`` or ``edges``."""
+    """What the processes of a cluster do.
+
+    ``groups``: how rows are grouped, and ``group_of_tile`` or ``edges``; all in one where there is no other kernel.
+    """
     hopper = configuration.family == "gemm_sm90"
     m, n = configuration.block_m * configuration.cluster * problem.tiles, configuration.block_n
     k = (128 if hopper else 64) * problem.steps
@@ -121,22 +122,23 @@ def programs(
     if b_scale_rows:
         shapes, layout = ((m, -(-k // 128)), (n // b_scale_rows, -(-k // 128))), configuration.blocks_layout
         scales = torch.ones(shapes[0]), torch.ones(shapes[1])
+    if not (groups or b_scale_rows or (hopper and promote)):
+        groups = "rows", [0] * problem.tiles
     grouped, of_groups = groups or ("", ())
     layout = configuration.grouped_layout if groups else layout
     defines = variant(configuration, "e4m3", "e4m3", torch.float32, promote, b_scale_rows, grouped)
     kernel = _Noting(configuration, defines, layout, change)
     with mock.patch.object(gemm, "tensor_map", host_tensor_map):
-        parts, where = torch.empty(problem.splits, m, n), torch.tensor(of_groups, dtype=torch.int32)
-        split = Split(problem.splits, parts, lambda *_: None) if problem.splits > 1 else None
+        out, where = torch.empty(m, n), torch.tensor(of_groups, dtype=torch.int32)
         if grouped == "rows":
             count = max(of_groups) + 1
             b, each = b.expand(count, n, k).contiguous(), torch.ones(count)
-            gemm.gemm_by_rows(kernel, configuration, (a, each), (b, each), where, parts[0])
+            gemm.gemm_by_rows(kernel, configuration, (a, each), (b, each), where, out)
         elif grouped == "depth":
             each, out = torch.ones(len(of_groups) - 1), torch.empty(len(of_groups) - 1, m, n)
             gemm.gemm_by_depth(kernel, configuration, (a, each), (b, each), where, out)
         else:
-            gemm.gemm(kernel, configuration, (a, scales[0]), (b, scales[1]), parts[0], None, split)
+            gemm.gemm(kernel, configuration, (a, scales[0]), (b, scales[1]), out)
     threads, size = [*kernel.threads()], 128 if hopper else 32
     if not hopper:
         stage_bytes = (configuration.block_m + configuration.block_n) * 64
