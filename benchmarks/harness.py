@@ -30,7 +30,7 @@ from lightning_fp8.tools.tables import percentiles, table
 # of calls that occupy a whole GPU, and are also timed under load
 _LARGE_FLOPS, _LARGE_BYTES = 1e11, 2**28
 # prefixes of the names of our own variants; the others are baselines
-_OURS = ("lightning_fp8", "auto")
+_OURS = ("lightning_fp8", "kernel")
 _MIB = 2**20
 # title, unit and format of the columns that are printed where a row has them
 _COLUMNS = {

@@ -166,6 +166,8 @@ def host_kernels(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(kernels.load, "load", load)
     monkeypatch.setattr(kernels.load, "has_passed", lambda *_: True)
     monkeypatch.setattr(kernels.load, "remember_pass", lambda *_: None)
+    # nothing is compiled for a device
+    monkeypatch.setattr(kernels, "compile_ahead", lambda *_: None)
     forget_kernels()
     yield loaded
     forget_kernels()

@@ -80,7 +80,7 @@ def test_yaml(page: Path, position: int, tmp_path: Path) -> None:
 
 # --- commands: parsed, not run ---
 
-OWN_COMMANDS = ("fit", "validate", "compare", "doctor", "report", "tune")
+OWN_COMMANDS = ("fit", "validate", "compare", "doctor", "report")
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -114,7 +114,9 @@ def wrong_in(words: Sequence[str]) -> str | None:
         case ["python", "-m", "lightning_fp8", command, *options]:
             if command not in OWN_COMMANDS:
                 return command
-            offered = sources(ROOT / "lightning_fp8" / "tools" / command) if command in OWN_COMMANDS[2:] else None
+            tool = ROOT / "lightning_fp8" / "tools" / command
+            tool = tool if tool.is_dir() else tool.with_suffix(".py")
+            offered = sources(tool) if command in OWN_COMMANDS[2:] else None
         case ["python", script, *options] if script.startswith("examples/"):
             offered = sources(ROOT / script)
         case ["python", "-m", module, *options] if module.startswith("benchmarks"):

@@ -410,9 +410,9 @@ def test_weights_gathered_in_fp8_where_products_take_every_layout(tmp_path: Path
 import strict_scaled_mm
 from benchmarks.no_kernels import override_cpu
 from lightning_fp8.ops import library
-from lightning_fp8.ops.cuda import kernels, layouts
+from lightning_fp8.ops.cuda import kernels, layouts, rule
 
-kernels.backend = lambda: "reference"
+kernels.backend = rule.backend = lambda: "reference"
 overrides, products = (torch.library.Library(name, "IMPL") for name in ("lightning_fp8", "aten"))
 override_cpu(overrides)
 strict_scaled_mm.replace_products(products)

@@ -34,7 +34,7 @@ def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
 def slots(kind: str) -> tuple[ScalingState, Slot, WeightSlot]:
     state = ScalingState([""], BlockScaling(power_of_2_scales=kind != "float32"))
     current, history = CurrentScale(blocks=kind), torch.zeros(1, 2)
-    slot = Slot(state.scale, history, torch.tensor([0]), "e4m3", state, True, "auto", current)
+    slot = Slot(state.scale, history, torch.tensor([0]), "e4m3", state, True, current)
     return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, True, current)
 
 

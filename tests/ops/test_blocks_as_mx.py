@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import strict_scaled_mm
 import torch
+from machines import B200, H100, RTX_4090, RTX_5090, THOR, run_as
 from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, convert, ops
@@ -16,6 +17,7 @@ from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import layouts, plain
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, WeightSlot, with_scale
+from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.scaling.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
@@ -129,15 +131,14 @@ def test_a_compiled_step(as_mx: Counter[str]) -> None:
     assert all(map(torch.equal, step(model, x, dy), expected))
 
 
-@pytest.mark.parametrize(("capability", "runs"), [((8, 9), 0), ((9, 0), 0), ((10, 0), 1), ((11, 0), 1), ((12, 0), 0)])
-def test_where_it_runs(capability: tuple[int, int], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert layouts.multiplies_as_mx(torch.device("cuda", 0)) == runs
+@pytest.mark.parametrize(("gpu", "runs"), [(RTX_4090, 0), (H100, 0), (B200, 1), (THOR, 1), (RTX_5090, 0), (None, 0)])
+def test_where_it_runs(gpu: Gpu | None, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as(gpu, monkeypatch)
+    assert layouts.multiplies_as_mx(torch.device("cpu")) == runs
     if runs:
         # scales in fp32 are refused by name
         with pytest.raises(RuntimeError, match=r"fp8-block has no kernel here.*BlockScaling\(power_of_2_scales=True\)"):
-            plain.check_blocks(capability, "13.0")
+            plain.check_blocks(gpu.capability, "13.0")
 
 
 @pytest.mark.usefixtures("as_mx")

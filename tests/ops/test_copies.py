@@ -11,13 +11,12 @@ import pytest
 import torch
 from copied_bytes import copied_bytes
 from feed_forward_blocks import HIDDEN, WIDTH, llama
-from gemm_in_fp64 import HOPPER
 from torch import Tensor, nn
 
 from kernels_cuda import gemm as kernel_gemm
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
-from lightning_fp8.ops.cuda import gemm_choice, kernels, plain
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda import kernels, plain, rule
 from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -42,8 +41,7 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
         ctypes.memset(out.data_ptr(), 0x3C, out.untyped_storage().nbytes())
 
     monkeypatch.setattr(kernel_gemm, "gemm", write)
-    for name in ("choose", "choose_in_blocks"):
-        monkeypatch.setattr(gemm_choice, name, lambda *_: Choice(HOPPER))
+    monkeypatch.setattr(rule, "configuration_for", lambda *_: configurations((9, 0))[-1])
     monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: object())
 
     def write_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

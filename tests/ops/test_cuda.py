@@ -15,12 +15,12 @@ from slots import slot_of
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from kernels_cuda import casts, scales
+from kernels_cuda import casts
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
 from lightning_fp8 import DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.ops import reference
-from lightning_fp8.ops.cuda import kernels, plain, self_test
+from lightning_fp8.ops.cuda import kernels, plain
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.scaling import ScalingState
 
@@ -60,14 +60,14 @@ def patterns(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_passes_its_self_test(gpu: torch.device, variant: tuple[torch.dtype, str, str, bool]) -> None:
-    assert self_test.cast_transpose(gpu, *variant, cast_kernel(gpu, *variant)) is None
+def test_every_variant_passes_its_check(gpu: torch.device, variant: tuple[torch.dtype, str, str, bool]) -> None:
+    assert kernels._cast_variant(*variant).check(gpu, cast_kernel(gpu, *variant)) is None
 
 
 def test_the_kernels_for_weights_and_scales_pass_theirs(gpu: torch.device) -> None:
-    weights = load("cast_weights", (), casts.CAST_WEIGHTS_LAYOUT, casts.THREADS, gpu.index)
-    assert self_test.cast_weights(gpu, weights) is None
-    assert self_test.update_scales(gpu, load("update_scales", (), scales.LAYOUT, scales.THREADS, gpu.index)) is None
+    for variant in (kernels._weights_variant(False), kernels._update_variant()):
+        kernel = load(variant.family, variant.defines, variant.layout, variant.block, gpu.index)
+        assert variant.check(gpu, kernel) is None
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**-9, 1e30, 3.4028234663852886e38])

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from broken_kernels import Broken, poke
 from gemm_cases import ACCUMULATION, assert_close
-from host_kernels import HostKernel
+from host_kernels import HostKernel, on_host
 from in_blocks import linear
+from machines import RTX_5090, run_as
 from outermost import NO_LAUNCH, is_outermost
 from sqnr import sqnr
 from torch import Tensor, nn
 
-from kernels_cuda import block_casts, casts, gemm_variants
+from kernels_cuda import gemm_variants
 from lightning_fp8 import BlockScaling, MXScaling, convert, ops, scaling_state
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
-from lightning_fp8.ops.cuda import gemm_choice, self_test_blocks, self_test_gemm
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.ops.cuda.kernels import Variant
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.recipe import Recipe
@@ -30,13 +30,12 @@ from lightning_fp8.scaling.recipe import Recipe
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
 (ADA,) = gemm_variants.configurations((8, 9), True)
-SPLIT = Choice(ADA, 2)
 
 
 @pytest.fixture
 def chosen(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches, with Ada's kernel as the choice, because Hopper's takes several times as long to compile."""
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(ADA))
+    """Launches on a GPU with this kernel, because Hopper's kernel takes several times as long to compile."""
+    run_as(RTX_5090, monkeypatch)
     return cuda_half
 
 
@@ -44,7 +43,7 @@ def slots(kind: str, record: bool = True) -> tuple[ScalingState, Slot, WeightSlo
     recipe = BlockScaling(power_of_2_scales=kind == "power of 2") if "e8m0" not in kind else MXScaling()
     state = ScalingState(["layer"], recipe)
     current = CurrentScale(blocks=kind)
-    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, record, "auto", current)
+    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, record, current)
     return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, record, current)
 
 
@@ -74,12 +73,8 @@ def without_signs_of_nan(codes: Tensor) -> Tensor:
     return torch.where(codes & 0x7F == 0x7F, 0x7F, codes)
 
 
-@pytest.mark.parametrize("choice", [Choice(ADA), SPLIT], ids=lambda choice: choice.name)
 @pytest.mark.parametrize("squares", [True, False])
-def test_products_are_those_of_the_values(
-    cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch, squares: bool, choice: Choice
-) -> None:
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: choice)
+def test_products_are_those_of_the_values(chosen: Counter[str], squares: bool) -> None:
     _, slot, weight_slot = slots("float32")
     # K is not a multiple of 16, so operands are padded
     a, b = (torch.randn(rows, 300) * torch.randn(rows, 300).mul(3).exp() for rows in (70, 140))
@@ -91,10 +86,10 @@ def test_products_are_those_of_the_values(
         b_inv = b_inv.t()
     else:
         b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot, "none", "rows")
-    cuda_half.clear()
+    chosen.clear()
     bias, operands = torch.randn(140), (Fp8Tensor(a_fp8, a_inv, "e4m3"), Fp8Tensor(b_fp8, b_inv, "e4m3"))
     out = ops.scaled_mm(*operands, bias, torch.bfloat16, squares)
-    assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in cuda_half)
+    assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in chosen)
     values = [
         payload[:, :300].view(torch.float8_e4m3fn).double() * by_element(inverse, payload[:, :300])
         for payload, inverse in ((a_fp8, a_inv), (b_fp8, b_inv))
@@ -206,89 +201,66 @@ def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str], recipe: Reci
     assert cleared[1:] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("capability", "gemm", "family", "of_mx"),
-    [
-        ((9, 0), "auto", "gemm_sm90", None),
-        ((8, 9), "rawkernel", "gemm_sm89", None),
-        ((12, 0), "auto", "gemm_sm89", "gemm_sm89"),
-        ((12, 1), "rawkernel", "gemm_sm89", "gemm_sm89"),
-        ((10, 0), "auto", None, None),
-        ((9, 0), "cublaslt", None, None),
-        ((12, 0), "cublaslt", None, None),
-    ],
-)
-def test_the_choice_by_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], gemm: str, family: str | None, of_mx: str | None
-) -> None:
-    gpu = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    gemm_choice.choose_in_blocks.cache_clear()
-    product = torch.device("cuda", 0), gemm, 8192, 4096, 4096
-    choices = [gemm_choice.choose_in_blocks(*product, mx=mx) for mx in (False, True)]
-    gemm_choice.choose_in_blocks.cache_clear()
-    assert [one.configuration and one.configuration.family for one in choices] == [family, of_mx]
-
-
 class Cast(NamedTuple):
-    """A kernel and its self-test.
+    """A kernel's check, and which byte of each result is damaged.
 
     Attributes:
-        weights: the arguments of :func:`kernels_cuda.casts.weights_variant`; None for a cast of an input.
-        mx: whether scales are in E8M0.
-        gated: whether it is of the gradients of a gated block.
+        variant: the kernel.
+        places: what the check calls a result, and the byte, by the position of its address among the arguments.
+        add: to the byte; behind an activation, the next number may be as good.
     """
 
-    weights: tuple[bool, bool] | None
-    mx: bool
-    gated: bool = False
+    variant: Variant
+    places: dict[int, tuple[str, int]]
+    add: int = 1
 
-    def self_test(self, kind: type[HostKernel] = HostKernel) -> str | None:
-        if self.weights is None:
-            activation = ("swiglu", True) if self.gated else ("none", False)
-            defines = block_casts.variant(torch.float32, *activation)
-            function = "cast_mx" if self.mx else "cast_blocks", defines
-            made = kind(function, block_casts.layout(defines), block_casts.THREADS, 0)
-            return self_test_blocks.cast(CPU, torch.float32, made, self.mx, *activation)
-        variant = "cast_weights", casts.weights_variant(*self.weights)
-        made = kind(variant, casts.CAST_WEIGHTS_LAYOUT, block_casts.THREADS, 0)
-        return self_test_blocks.cast_weights(CPU, made, *self.weights)
+    def check(self, kind: type[HostKernel] = HostKernel) -> str | None:
+        return self.variant.check(CPU, on_host(self.variant, kind))
 
-    def places(self) -> dict[int, str | tuple[str, ...]]:
-        """Positions of addresses among the arguments, and what they are called; of a single weight in its struct."""
-        payloads, scales = ("in payload", "in payload by columns"), ("in scale_inv", "in scale_inv by columns")
-        if self.weights is None:
-            words = *payloads, "column sums", *scales, "in amax"
-            found = dict(zip((2, 3, 4, 10, 11, 13), words, strict=True))
-            # the gradient of up has its own; the sums of one row are taken for the values
-            of_up = zip((16, 17, 18, 20, 21, 23), words, strict=True) if self.gated else ()
-            changed = {4: "other values"} if self.gated else {}
-            return {**found, **dict(of_up), **changed}
-        found = dict(zip((2, 3, 9, 10, 18), ("in scale", "in amax", *payloads, scales[0]), strict=True))
-        # squares of 128 x 128 have no other scales by columns
-        return {**found, 19: scales[1]} if self.mx else found
+
+def of_input(mx: bool) -> Cast:
+    words = "payload", "payload by columns", "column sums", "scale_inv", "scale_inv by columns", "amax"
+    # the second number of the state
+    places = zip(words, (2, 2, 2, 2, 2, 6))
+    return Cast(kernels._block_cast_variant(torch.float32, mx, "none", False), dict(zip((2, 3, 4, 10, 11, 13), places)))
+
+
+def of_gate(mx: bool) -> Cast:
+    words = "values", "values by columns", "column sums", "values", "values by columns", "amax"
+    # where numbers are large: in the fifth row, and in the fifteenth of the first column
+    places = [*zip(words, (4 * 512 + 3, 14, 3, 4 * 16 if mx else 4 * 4 + 3, 3, 7))]
+    # the gradient of up has its own
+    positions = (2, 3, 4, 10, 11, 13), (16, 17, 18, 20, 21, 23)
+    variant = kernels._block_cast_variant(torch.float32, mx, "swiglu", True)
+    return Cast(variant, {at: place for some in positions for at, place in zip(some, places)}, add=8)
+
+
+def of_weights(squares: bool, mx: bool) -> Cast:
+    words = "scale", "amax", "payload", "transposed payload", "scale_inv", "scale_inv by columns"
+    # squares of 128 x 128 have no other scales by columns
+    positions = (2, 3, 9, 10, 18, 19) if mx else (2, 3, 9, 10, 18)
+    return Cast(kernels._weights_variant(squares, mx), {at: (word, 2) for at, word in zip(positions, words)})
 
 
 CASTS = {
-    "blocks": Cast(None, False),
-    "squares": Cast((True, False), False),
-    "mx": Cast(None, True),
-    "gated blocks": Cast(None, False, True),
-    "gated mx": Cast(None, True, True),
-    "mx weights": Cast((False, True), True),
-    "mx squares": Cast((True, True), True),
+    "blocks": of_input(False),
+    "squares": of_weights(True, False),
+    "mx": of_input(True),
+    "gated blocks": of_gate(False),
+    "gated mx": of_gate(True),
+    "mx weights": of_weights(False, True),
+    "mx squares": of_weights(True, True),
 }
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_the_self_test_of_casts_finds_each_wrong_output(name: str) -> None:
+def test_the_check_of_casts_finds_each_wrong_output(name: str) -> None:
     cast = CASTS[name]
-    assert cast.self_test() is None
-    for position, words in cast.places().items():
-        # the second number of the state
-        is_state = position in (13, 23) or (position < 4 and cast.weights is not None)
-        damage = staticmethod(poke(position, 6 if is_state else 2, 1))
-        assert str(cast.self_test(type("Damaging", (Broken,), {"damage": damage}))).endswith(words)
+    assert cast.check() is None
+    for position, (words, byte) in cast.places.items():
+        damage = staticmethod(poke(position, byte, cast.add))
+        found = str(cast.check(type("Damaging", (Broken,), {"damage": damage})))
+        assert f" in {words}, with scales in " in found, (position, found)
 
 
 class OneScale(HostKernel):
@@ -298,8 +270,8 @@ class OneScale(HostKernel):
         super().__call__(1 if arguments[0] else grid, *arguments)
 
 
-def test_the_self_test_of_squares_reads_tables() -> None:
-    assert "in payload" in str(CASTS["squares"].self_test(OneScale))
+def test_the_check_of_squares_reads_tables() -> None:
+    assert "in payload" in str(CASTS["squares"].check(OneScale))
 
 
 class OneStep(HostKernel):
@@ -310,11 +282,8 @@ class OneStep(HostKernel):
 
 
 @pytest.mark.parametrize("rows", [1, 128])
-def test_the_self_test_of_products_finds_scales_of_another_step(rows: int) -> None:
+def test_the_check_of_products_finds_scales_of_another_step(rows: int) -> None:
     output = torch.float32 if rows == 1 else torch.bfloat16
-    family = ADA.family, gemm_variants.variant(ADA, "e4m3", "e4m3", output, True, rows)
-    for kind, said in ((HostKernel, None), (OneStep, "other sums")):
-        made = kind(family, ADA.blocks_layout, ADA.threads, 0, ADA.shared_bytes)
-        made.multiprocessors = 1
-        found = self_test_gemm.gemm(CPU, ADA, "e4m3", "e4m3", output, made, rows)
-        assert found is None if said is None else said in str(found)
+    variant = kernels._gemm_variant(ADA, "e4m3", "e4m3", output, True, rows)
+    assert variant.check(CPU, on_host(variant)) is None
+    assert "other numbers in sums" in str(variant.check(CPU, on_host(variant, OneStep)))

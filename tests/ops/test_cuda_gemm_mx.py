@@ -1,4 +1,4 @@
-"""Products with scales in E8M0 as sm_120 runs them: the launches of a layer, and what the self-test finds.
+"""Products with scales in E8M0 as sm_120 runs them: the launches of a layer, and what the check finds.
 
 ``tests/scaling/test_mx.py`` compares these products with the definition.
 """
@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from host_kernels import HostKernel
+from host_kernels import HostKernel, on_host
 from in_blocks import linear
+from machines import RTX_5090, run_as
 from sqnr import sqnr
 from torch import Tensor
 
 from kernels_cuda import gemm_variants
 from lightning_fp8 import MXScaling
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.cuda import gemm_choice, kernels, self_test_gemm
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda import kernels, plain
 
 CPU = torch.device("cpu")
-(CONFIGURATION,) = gemm_variants.mx_configurations((12, 0))
+CONFIGURATION = gemm_variants.mx_configuration((12, 0))
 # among the arguments: the scales of a and b, then sizes
 A_SCALES, B_SCALES, M, N, K = 4, 5, 9, 10, 11
 
@@ -45,37 +45,31 @@ def expected() -> tuple[Tensor, Tensor, Tensor]:
     return step(INPUT)
 
 
-@pytest.mark.parametrize("splits", [1, 2, None], ids=["whole", "in parts", "without the kernel"])
+@pytest.mark.parametrize("is_missing", [False, True], ids=["ours", "without the kernel"])
 def test_a_layer_launches_three_products(
-    splits: int | None, expected: tuple[Tensor, ...], cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
+    is_missing: bool, expected: tuple[Tensor, ...], cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *_: Choice(CONFIGURATION, splits or 1))
-    if splits is None:
+    run_as(RTX_5090, monkeypatch)
+    if is_missing:
         monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: None)
+        monkeypatch.setattr("strict_scaled_mm.CAPABILITY", (12, 0))
+        plain.check_mx_product.cache_clear()
     for actual, wanted in zip(step(INPUT), expected, strict=True):
         assert sqnr(actual, wanted) > 110
     launched = Counter(name.split()[0] for name in cuda_half.elements())
     products = sum(name.endswith("PROMOTE=0 B_SCALE_ROWS=1") for name in cuda_half.elements())
-    assert launched["gemm_sm89"] == products == (3 if splits else 0)
-    assert launched["sum_splits"] == (3 if splits == 2 else 0)
+    assert launched["gemm_sm89"] == products == (0 if is_missing else 3)
 
 
-def kernel(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> HostKernel:
-    defines = gemm_variants.variant(CONFIGURATION, "e4m3", "e4m3", output, False, 1)
-    made = kind(
-        (CONFIGURATION.family, defines), CONFIGURATION.layout, CONFIGURATION.threads, 0, CONFIGURATION.shared_bytes
-    )
-    made.multiprocessors = 1
-    return made
-
-
-def self_test(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> str | None:
-    return self_test_gemm.gemm(CPU, CONFIGURATION, "e4m3", "e4m3", output, kernel(output, kind), 1, mx=True)
+def check(output: torch.dtype, kind: type[HostKernel] = HostKernel) -> str | None:
+    assert CONFIGURATION is not None
+    variant = kernels._gemm_variant(CONFIGURATION, "e4m3", "e4m3", output, False, 1)
+    return variant.check(CPU, on_host(variant, kind))
 
 
 @pytest.mark.parametrize("output", gemm_variants.OUTPUTS)
-def test_the_kernel_passes_its_self_test(output: torch.dtype) -> None:
-    assert self_test(output) is None
+def test_the_kernel_passes_its_check(output: torch.dtype) -> None:
+    assert check(output) is None
 
 
 def last_block(codes: Tensor) -> Tensor:
@@ -99,7 +93,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("scales", [A_SCALES, B_SCALES], ids=["a", "b"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_self_test_finds_scales_of_others(fault: str, scales: int) -> None:
+def test_the_check_finds_scales_of_others(fault: str, scales: int) -> None:
     class Faulty(HostKernel):
         def __call__(self, grid: int, *arguments: int | float | bytes) -> None:
             sizes, given = arguments[M : K + 1], list(arguments)
@@ -113,4 +107,4 @@ def test_the_self_test_finds_scales_of_others(fault: str, scales: int) -> None:
             given[scales] = changed.data_ptr()
             super().__call__(grid, *given)
 
-    assert "other sums" in str(self_test(torch.float32, Faulty))
+    assert "other numbers in sums" in str(check(torch.float32, Faulty))

@@ -11,6 +11,7 @@ import pytest
 import strict_scaled_mm
 import torch
 from feed_forward_blocks import BLOCKS, HIDDEN, WIDTH
+from machines import B200, B300, H100, RTX_5090, run_as
 from published_weights import with_codes
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -19,6 +20,7 @@ from kernels_cuda import casts
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, ops, scaling_state
 from lightning_fp8.ops.cuda import layouts
 from lightning_fp8.ops.operand import WeightSlot
+from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.scaling.recipe import Recipe
 
@@ -164,32 +166,29 @@ def test_the_probe_finds_a_layout_that_is_not_taken(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("capability", "failure", "takes"),
-    [((9, 0), None, False), ((12, 0), None, False), ((10, 0), None, True), ((10, 3), "other sums", False)],
+    ("gpu", "failure", "takes"),
+    [(H100, None, False), (RTX_5090, None, False), (B200, None, True), (B300, "other sums", False)],
 )
-def test_the_property_of_a_device(
-    capability: tuple[int, int], failure: str | None, takes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_property_of_a_device(gpu: Gpu, failure: str | None, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    run_as(gpu, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(layouts, "probe", lambda device: probed.append(device) or failure)
     layouts._passes.cache_clear()
-    gpu = torch.device("cuda", 0)
+    cpu = torch.device("cpu")
     if failure is None:
-        assert layouts.takes_every_layout(gpu) is takes
+        assert layouts.takes_every_layout(cpu) is takes
     else:
-        with pytest.warns(UserWarning, match=r"on cuda:0 do not take every layout .*other sums.* write a transposed"):
-            assert layouts.takes_every_layout(gpu) is takes
-    layouts.takes_every_layout(gpu)
+        with pytest.warns(UserWarning, match=r"on cpu do not take every layout .*other sums.* write a transposed"):
+            assert layouts.takes_every_layout(cpu) is takes
+    layouts.takes_every_layout(cpu)
     # once, and only where it is expected to pass
-    assert probed == ([gpu] if capability[0] == 10 else [])
+    assert probed == ([cpu] if gpu.capability[0] == 10 else [])
     layouts._passes.cache_clear()
     if takes:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="tested for the first time while a CUDA graph is captured"):
-            layouts.takes_every_layout(gpu)
+            layouts.takes_every_layout(cpu)
 
 
 @pytest.mark.cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -11,22 +10,24 @@ import torch
 import torch.nn.functional as F
 from feed_forward_step import training_step
 from gemm_cases import ACCUMULATION
-from gemm_in_fp64 import HOPPER, Gemms, random_payload, values
-from host_kernels import host_tensor_map
+from gemm_in_fp64 import GemmKernel, Gemms, random_payload, values
+from machines import B200, H100, RTX_4090, RTX_5090, run_as
 from pairwise import pairwise
 from torch import Tensor, nn
 
-from kernels_cuda import gemm as kernel_gemm
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import DelayedScaling, convert, ops
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops.cuda import gemm, gemm_choice
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda import gemm, rule
 from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.runtime.device import Gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 SIZES = [(32, 16, 48), (1, 1, 1), (17, 15, 129), (130, 33, 7), (40, 64, 700)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 A_INV, B_INV = torch.tensor(3e-4), torch.tensor(7e-5)
+CPU = torch.device("cpu")
+LARGE, SMALL = configurations(H100.capability)
 
 
 @pytest.fixture
@@ -52,30 +53,63 @@ def assert_one_rounding(
     assert ((actual.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize(("size", "output", "splits", "bias"), pairwise(SIZES, DTYPES, [1, 3], [None, *DTYPES]))
-def test_a_choice_gives_the_product(
-    gemms: Gemms, size: tuple[int, int, int], output: torch.dtype, splits: int, bias: torch.dtype | None
+# each operand with one scale, fast sums and precise ones; blocks; MX
+KINDS: list[tuple[rule.Scales, bool]] = [("one", True), ("one", False), ("blocks", False), ("mx", True)]
+GPUS = H100, RTX_4090, RTX_5090, B200
+# for each, by the setting: o ours, t torch's, ! an error
+OURS = {
+    "auto": ("toot", "ttot", "ttoo", "tttt"),
+    "kernels": ("ooo!", "!!o!", "!!oo", "!!!!"),
+    "cublaslt": ("tttt",) * 4,
+    "reference": ("tttt",) * 4,
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("backend", OURS)
+def test_the_rule(backend: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "backend", lambda: backend)
+    run_as(gpu, monkeypatch)
+    for (scales, fast), which in zip(KINDS, OURS[backend][GPUS.index(gpu)], strict=True):
+        product = CPU, 8192, 4096, scales, fast
+        if which == "!":
+            with pytest.raises(RuntimeError, match=rf"_BACKEND=kernels: .* no GEMM kernel for .*{gpu.name}"):
+                rule.configuration_for(*product)
+        else:
+            assert (rule.configuration_for(*product) is not None) == (which == "o")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "expected"),
+    [(8192, 4096, LARGE), (1, 1, SMALL), (256, 2048, SMALL), (4096, 2048, LARGE), (1024, 1024, SMALL)],
+)
+def test_tiles_by_the_time_that_they_take(m: int, n: int, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as(H100, monkeypatch)
+    assert rule.configuration_for(CPU, m, n, "one", False) == expected
+
+
+@pytest.mark.parametrize(("size", "output", "bias"), pairwise(SIZES, DTYPES, [None, *DTYPES]))
+def test_a_kernel_gives_the_product(
+    gemms: Gemms, size: tuple[int, int, int], output: torch.dtype, bias: torch.dtype | None
 ) -> None:
-    m, n, k = size
+    m, n, _ = size
     a, b = operands(*size)
     # neither contiguous nor in the output's dtype
     addend = None if bias is None else torch.randn(n, 2).to(bias)[:, 1]
-    out = gemm.run_choice(Choice(HOPPER, splits), a, b, addend, output, True)
+    out = gemm.scaled_mm(a, b, addend, output, False)
     assert out.shape == (m, n)
     assert out.dtype == output
     assert out.is_contiguous()
     assert_one_rounding(out, a, b, 0.0 if addend is None else addend.to(output).double())
-    split = min(splits, math.ceil(k / 128)) > 1
-    assert gemms.launches == ["split_gemm" if split else "gemm"]
-    assert gemms.kernels == [(HOPPER, "e5m2", "e4m3", torch.float32 if split else output, True)]
+    assert gemms.kernels == [GemmKernel(SMALL, "e5m2", "e4m3", output, True)]
 
 
 @pytest.mark.parametrize("m, n, k", [(0, 16, 32), (4, 0, 32), (5, 3, 0)])  # noqa: PT006
 def test_nothing_is_launched_where_there_is_nothing_to_compute(gemms: Gemms, m: int, n: int, k: int) -> None:
     a, b, bias = *operands(m, n, k), torch.randn(n)
-    out = gemm.scaled_mm(a, b, bias, torch.bfloat16, False, "rawkernel")
+    out = gemm.scaled_mm(a, b, bias, torch.bfloat16, False)
     assert torch.equal(out, bias.bfloat16().expand(m, n))
-    assert gemms.launches == []
+    assert gemms.kernels == []
 
 
 def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
@@ -89,7 +123,7 @@ def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
         placed = (operand._replace(payload=place(operand.payload)) for operand in (a, b))
         out = gemm.scaled_mm(*placed, None, torch.float32, False)
         assert_one_rounding(out, a, b)
-    assert gemms.launches == ["gemm"] * 4
+    assert len(gemms.kernels) == 4
 
 
 @pytest.fixture
@@ -106,75 +140,51 @@ def torch_products(gemms: Gemms, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return seen
 
 
-@pytest.mark.parametrize(("missing", "splits"), [("gemm", 1), ("gemm", 3), ("sum_splits", 3)])
 def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
-    gemms: Gemms, missing: str, splits: int, torch_products: list[tuple[Any, ...]]
+    gemms: Gemms, torch_products: list[tuple[Any, ...]]
 ) -> None:
-    gemms.missing.add(missing)
-    gemms.choice = Choice(HOPPER, splits)
+    gemms.are_missing = True
     a, b = operands(17, 15, 400)
-    for fast in (False, True):
-        out = gemm.scaled_mm(a, b, torch.ones(15), torch.bfloat16, fast)
-        assert_one_rounding(out, a, b, 1.0)
-    assert torch_products == [(17, 400, 16, fast) for fast in (False, True)]
-    assert gemms.launches == []
+    out = gemm.scaled_mm(a, b, torch.ones(15), torch.bfloat16, False)
+    assert_one_rounding(out, a, b, 1.0)
+    assert torch_products == [(17, 400, 16, False)]
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(17, 15, 129), (17, 15, 128), (17, 16, 129), (17, 16, 128), (0, 16, 128), (17, 0, 128), (17, 16, 0)],
 )
-def test_without_a_kernel_of_ours_torchs_gemm_runs(
+def test_by_the_rule_torchs_gemm_runs(
     gemms: Gemms, m: int, n: int, k: int, torch_products: list[tuple[Any, ...]]
 ) -> None:
-    gemms.choice = Choice(None)
     a, b = operands(m, n, k)
     # cuBLASLt would take its neighbours for it
     bias = torch.randn(n, 2).bfloat16()[:, 1]
     for output in (torch.bfloat16, torch.float32):
-        out = gemm.scaled_mm(a, b, bias, output, False, "cublaslt")
+        out = gemm.scaled_mm(a, b, bias, output, True)
         assert out.is_contiguous()
         assert_one_rounding(out, a, b, bias.to(output).double())
     # cuBLASLt takes multiples of 16
-    assert torch_products == ([(m, -(-k // 16) * 16, 16, False)] * 2 if m and n and k else [])
-    assert gemms.launches == []
-    assert gemms.asked == [("cublaslt", m, n, k, True, output) for output in (torch.bfloat16, torch.float32)]
-
-
-@pytest.mark.usefixtures("cuda_half")
-def test_operators_reach_the_choice(gemms: Gemms) -> None:
-    a, b = operands(16, 8, 32)
-    ops.scaled_mm(a, b, None, torch.bfloat16, True)
-    ops.scaled_mm(a, b, None, torch.float16, False, "cublaslt")
-    ops.scaled_mm(a, b, None, torch.float32, False, "rawkernel")
-    assert gemms.asked == [
-        ("auto", 16, 8, 32, False, torch.bfloat16),
-        ("cublaslt", 16, 8, 32, True, torch.float16),
-        ("rawkernel", 16, 8, 32, True, torch.float32),
-    ]
+    assert torch_products == ([(m, -(-k // 16) * 16, 16, True)] * 2 if m and n and k else [])
+    assert gemms.kernels == []
 
 
 def test_kernels_from_their_sources_are_given_what_they_take(
     cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_gemm, "tensor_map", host_tensor_map)
-    choices = iter([Choice(HOPPER), Choice(HOPPER, 2)])
-    monkeypatch.setattr(gemm_choice, "choose", lambda *_: next(choices))
+    run_as(H100, monkeypatch)
     a, b = operands(70, 37, 300)
     bias = torch.randn(37)
     out = ops.scaled_mm(a, b, bias, torch.float32, False)
     assert_one_rounding(out, a, b, bias.double(), ACCUMULATION[True])
-    out = ops.scaled_mm(a, b, bias, torch.float32, False)
-    assert_one_rounding(out, a, b, bias.double(), ACCUMULATION[True])
-    assert {name.split()[0]: count for name, count in cuda_half.items()} == {"gemm_sm90": 2, "sum_splits": 1}
+    assert {name.split()[0]: count for name, count in cuda_half.items()} == {"gemm_sm90": 1}
 
 
 def test_a_training_step_from_the_sources(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear - ReLU - linear, in the step after the first: launches, and the results of torch's own products."""
-    monkeypatch.setattr(kernel_gemm, "tensor_map", host_tensor_map)
     x, results = torch.randn(150, 32), []
-    for choice in (Choice(HOPPER), Choice(None)):
-        monkeypatch.setattr(gemm_choice, "choose", lambda *_, choice=choice: choice)
+    for gpu in (H100, RTX_4090):
+        run_as(gpu, monkeypatch)
         torch.manual_seed(0)
         model = convert(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), DelayedScaling(amax_history_len=4))
         for _ in range(2):
@@ -184,7 +194,7 @@ def test_a_training_step_from_the_sources(cuda_half: Counter[str], monkeypatch: 
         launches = Counter(name.split()[0] for name in cuda_half.elements())
         # x, the hidden tensor and their gradients; the weights together, measured first; three products a layer
         casts = {"cast_transpose": 4, "cast_weights": 2, "update_scales": 1}
-        assert launches == casts | ({"gemm_sm90": 6} if choice.configuration else {})
+        assert launches == casts | ({"gemm_sm90": 4} if gpu == H100 else {})
         results.append(step)
     # sums that differ in their last bits are cast to neighbouring codes now and then
     for ours, theirs in zip(*results, strict=True):

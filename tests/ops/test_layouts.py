@@ -22,8 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kernels_cuda import gemm_variants
 from lightning_fp8 import DelayedScaling, ops
 from lightning_fp8.ops import library
-from lightning_fp8.ops.cuda import gemm_choice, plain
-from lightning_fp8.ops.cuda.gemm_choice import Choice
+from lightning_fp8.ops.cuda import plain, rule
 from lightning_fp8.ops.operand import WeightSlot
 from lightning_fp8.scaling import ScalingState
 
@@ -41,10 +40,9 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """What runs the operators."""
     if request.param == "kernels that do nothing":
         request.getfixturevalue("idle_half")
-        # products by torch, by a kernel, and in parts that another kernel adds up
-        choices = itertools.cycle([Choice(None), Choice(ADA), Choice(ADA, 2)])
-        for function in ("choose", "choose_in_blocks"):
-            monkeypatch.setattr(gemm_choice, function, lambda *_: next(choices))
+        # products by torch and by a kernel
+        choices = itertools.cycle([None, ADA])
+        monkeypatch.setattr(rule, "configuration_for", lambda *_: next(choices))
     if request.param == "torch's operators":
         request.getfixturevalue("cuda_half")
         monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")

@@ -8,13 +8,15 @@ from collections.abc import Callable
 import pytest
 import strict_scaled_mm
 import torch
+from machines import B200, H100, run_as
 from strict_scaled_mm import RefusedError
 from torch import Tensor
 
 from lightning_fp8 import MXScaling
 from lightning_fp8.ops import blocks, reference
-from lightning_fp8.ops.cuda import plain, self_test_products
+from lightning_fp8.ops.cuda import check, plain
 from lightning_fp8.ops.operand import Fp8Tensor, with_scale
+from lightning_fp8.runtime.device import Gpu
 
 CPU = torch.device("cpu")
 SIZES = random.Random(0)
@@ -92,78 +94,57 @@ WRONG: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.usefixtures("blackwell")
 @pytest.mark.parametrize("what", WRONG)
-def test_the_self_test_finds(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert self_test_products.mx(CPU, plain.product_of_mx) is None
+def test_the_check_finds(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, expected = check.product_of_mx(CPU)
+    assert torch.equal(plain.product_of_mx(a, b, None, torch.float32), expected)
     monkeypatch.setattr(strict_scaled_mm, "_in_tiles", WRONG[what])
-    assert "self-test at 272 x 144 x 288 in torch.bfloat16 gave" in str(self_test_products.mx(CPU, plain.product_of_mx))
-
-
-@pytest.mark.usefixtures("blackwell")
-def test_the_self_test_finds_a_bias_or_a_size_that_is_not_ours() -> None:
-    def without_bias(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return plain.product_of_mx(a, b, None, dtype)
-
-    def of_whole_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        k = min(a.payload.shape[1], b.payload.shape[1]) // 32 * 32
-        cut = [
-            one._replace(payload=torch.where(torch.arange(one.payload.shape[1]) < k, one.payload, 0)) for one in (a, b)
-        ]
-        return plain.product_of_mx(*cut, bias, dtype)
-
-    assert "self-test at 272 x 144 x 288" in str(self_test_products.mx(CPU, without_bias))
-    assert "self-test at 133 x 71 x 171" in str(self_test_products.mx(CPU, of_whole_blocks))
+    assert not torch.equal(plain.product_of_mx(a, b, None, torch.float32), expected)
 
 
 @pytest.mark.parametrize(
-    ("capability", "failure", "said"),
+    ("gpu", "failure", "said"),
     [
-        ((9, 0), None, r"fp8-mx has no product here"),
-        ((10, 0), None, None),
-        ((10, 3), "its self-test gave other sums", r"fp8-mx cannot run on cuda:0: .*\(its self-test gave other sums\)"),
-        (
-            (10, 0),
-            RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"),
-            r"it raised RuntimeError: CUBLAS.*use precision='fp8-cu",
-        ),
+        (H100, None, r"fp8-mx has no product here"),
+        (B200, None, None),
+        (B200, 1, r"fp8-mx cannot run on cpu: .* \(it gave other sums\)"),
+        (B200, RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"), r"it raised RuntimeError: CUBLAS.*use precision='fp8-cu"),
     ],
 )
 def test_the_first_product_of_a_device(
-    capability: tuple[int, int], failure: str | Exception | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu, failure: int | Exception | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tested: list[torch.device] = []
+    tested: list[torch.dtype] = []
 
-    def test(device: torch.device, product: object) -> str | None:
-        tested.append(device)
+    def product(a: Fp8Tensor, b: Fp8Tensor, bias: None, dtype: torch.dtype) -> Tensor:
+        tested.append(dtype)
         if isinstance(failure, Exception):
             raise failure
-        return failure
+        return reference.scaled_mm_dequantized(a, b, bias, dtype) + (failure or 0)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(self_test_products, "mx", test)
+    run_as(gpu, monkeypatch)
+    monkeypatch.setattr(plain, "product_of_mx", product)
     plain.check_mx_product.cache_clear()
-    gpu = torch.device("cuda", 0)
     for _ in range(2):
         if said is None:
-            plain.check_mx_product(gpu)
+            plain.check_mx_product(CPU)
         else:
             with pytest.raises(RuntimeError, match=said):
-                plain.check_mx_product(gpu)
+                plain.check_mx_product(CPU)
     # what has passed is not tested again
-    assert len(tested) == (0 if capability < (10, 0) else 1 if failure is None else 2)
+    assert len(tested) == (0 if gpu == H100 else 1 if failure is None else 2)
     plain.check_mx_product.cache_clear()
     if said is None:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(plain, "is_capturing", lambda _: True)
         with pytest.raises(RuntimeError, match="first time while a CUDA graph is captured"):
-            plain.check_mx_product(gpu)
+            plain.check_mx_product(CPU)
 
 
 @pytest.mark.cuda
-def test_the_self_test_on_the_device() -> None:
+def test_the_check_on_the_device() -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability(gpu) < (10, 0):
         pytest.skip("its tensor cores take no scales for every 32 elements")
-    assert self_test_products.mx(gpu, plain.product_of_mx) is None
+    plain.check_mx_product(gpu)
     a, b = operands(200, 100, 300)
     out = plain.scaled_mm_mx(
         *(Fp8Tensor(one.payload.to(gpu), one.scale_inv.to(gpu), "e4m3") for one in (a, b)), None, torch.float32

@@ -9,16 +9,14 @@ import pytest
 import torch
 from by_columns import unpadded
 from in_blocks import linear, spread
+from machines import RTX_5090, run_as
 from mx_numpy import in_mx
 from torch import Tensor
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
-from kernels_cuda.gemm_variants import mx_configurations
 from lightning_fp8 import MXScaling, convert, export, ops, scaling_state
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element
-from lightning_fp8.ops.cuda import gemm_choice
-from lightning_fp8.ops.cuda.gemm_choice import Choice
 from lightning_fp8.ops.cuda.plain import check_mx, mx_payload
 from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
@@ -32,9 +30,7 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param != "cpu":
         request.getfixturevalue("cuda_half")
     if request.param == "sm_120":
-        (ours,) = mx_configurations((12, 0))
-        # there is no choice where a size is 0
-        monkeypatch.setattr(gemm_choice, "choose_in_blocks", lambda *sizes: Choice(None if 0 in sizes else ours))
+        run_as(RTX_5090, monkeypatch)
     return str(request.param)
 
 
@@ -42,7 +38,7 @@ def cast(x: Tensor) -> tuple[Tensor, ...]:
     """Payload, payload by columns, and the scales of each, ``[rows of the payload, blocks]``."""
     state = ScalingState([""], MXScaling())
     current = CurrentScale(blocks="e8m0")
-    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, True, "auto", current)
+    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, True, current)
     codes, columns, *tiles = ops.cast_blocks(x, slot, "none", "both")
     scales = (e8m0.from_tiles(one, rows, -(-k // 32)) for one, (rows, k) in zip(tiles, (x.shape, x.t().shape)))
     return codes, columns, *scales

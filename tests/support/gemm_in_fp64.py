@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fp8_numpy import code_values
+from machines import H100, run_as
 from torch import Tensor
 
 from kernels_cuda import gemm as kernel_gemm
-from kernels_cuda.gemm import Operand, Split
+from kernels_cuda.gemm import Operand
 from kernels_cuda.gemm_variants import Configuration
-from lightning_fp8.ops.cuda import gemm as gemm_operators
-from lightning_fp8.ops.cuda import gemm_choice, kernels
-from lightning_fp8.ops.cuda.gemm_choice import Choice
-
-HOPPER = Configuration("gemm_sm90", 128, 128, 6)
+from lightning_fp8.ops.cuda import kernels
 
 
 class GemmKernel(NamedTuple):
@@ -30,37 +26,23 @@ class GemmKernel(NamedTuple):
     promote: bool
 
 
-class SumKernel(NamedTuple):
-    output: torch.dtype
-
-
 class Gemms:
-    """Attributes:
-    choice: the choice for every GEMM.
-    missing: families of kernels that are not available: "gemm", "sum_splits".
-    asked: arguments of each request for a choice: gemm, m, n, k, promote and the output's dtype.
-    launches: "gemm" or "split_gemm" for each launch, in order.
-    kernels: the kernel of each launch.
+    """On an H100, as far as the rule can tell.
+
+    Attributes:
+        are_missing: whether no kernel is to be had.
+        kernels: the kernel of each launch, in order.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.choice, self.missing = Choice(HOPPER), set[str]()
-        self.asked: list[tuple[Any, ...]] = []
-        self.launches: list[str] = []
+        self.are_missing = False
         self.kernels: list[GemmKernel] = []
-        monkeypatch.setattr(gemm_choice, "choose", self._choose)
-        monkeypatch.setattr(kernels, "gemm_kernel", self._obtain("gemm", GemmKernel))
-        monkeypatch.setattr(kernels, "sum_splits_kernel", self._obtain("sum_splits", SumKernel))
+        run_as(H100, monkeypatch)
+        monkeypatch.setattr(kernels, "gemm_kernel", self._obtain)
         monkeypatch.setattr(kernel_gemm, "gemm", self._launch)
 
-    def _choose(self, device: torch.device, *arguments: Any) -> Choice:
-        *wanted, run = arguments
-        assert run is gemm_operators.run_choice
-        self.asked.append((*wanted,))
-        return self.choice
-
-    def _obtain(self, family: str, make: Any) -> Any:
-        return lambda device, *variant: None if family in self.missing else make(*variant)
+    def _obtain(self, device: torch.device, *variant: Any) -> GemmKernel | None:
+        return None if self.are_missing else GemmKernel(*variant)
 
     def _launch(
         self,
@@ -70,39 +52,17 @@ class Gemms:
         b: Operand,
         out: Tensor,
         bias: Tensor | None,
-        split: Split | None,
     ) -> None:
-        assert kernel.configuration == configuration == self.choice.configuration
-        self.launches.append("gemm" if split is None else "split_gemm")
+        assert kernel.configuration == configuration
         self.kernels.append(kernel)
         check_rows(out)
-        if split is None:
-            assert out.dtype == kernel.output
-            product = _product(kernel, a, b)
-        else:
-            assert split.sum_kernel == SumKernel(out.dtype)
-            product = _sum_of_parts(kernel, a, b, out, split)
-        out.copy_(product + _addend(bias, out.dtype))
+        assert out.dtype == kernel.output
+        out.copy_(_product(kernel, a, b) + _addend(bias, out.dtype))
 
 
 def values(payload: Tensor, fmt: str) -> Tensor:
     """The values of a payload, in fp64."""
     return torch.from_numpy(code_values(fmt))[payload.long()].double()
-
-
-def _sum_of_parts(kernel: GemmKernel, a: Operand, b: Operand, out: Tensor, split: Split) -> Tensor:
-    (m, n), steps = out.shape, -(-a[0].shape[1] // 128)
-    assert kernel.output == split.parts.dtype == torch.float32
-    assert split.parts.shape[:2] == (split.count, kernel_gemm.split_rows(kernel.configuration, m))
-    assert split.parts.shape[2] >= n
-    assert 2 <= split.count <= steps
-    check_rows(split.parts[0])
-    ends = [128 * (steps * part // split.count) for part in range(split.count + 1)]
-    for part, (start, end) in enumerate(pairwise(ends)):
-        columns = slice(start, end)
-        its = ((payload[:, columns].contiguous(), scale_inv) for payload, scale_inv in (a, b))
-        split.parts[part, :m, :n] = _product(kernel, *its)
-    return split.parts[:, :m, :n].double().sum(dim=0)
 
 
 def check_rows(out: Tensor) -> None:

@@ -23,6 +23,7 @@ import kernels_cuda
 from kernels_cuda import casts
 from kernels_cuda.launch import Kernel, _packed
 from lightning_fp8.ops.activations import ACTIVATIONS
+from lightning_fp8.ops.cuda.kernels import Variant
 
 # dtype, format, activation and whether it is its gradient: every variant of `cast_transpose`
 VARIANTS = [
@@ -165,6 +166,10 @@ class HostKernel(Kernel):
         self._layout.pack_into(buffer, offset, *arguments)
         pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         self._library.launch(ctypes.c_void_p(pointers[0]), grid, self._block)
+
+
+def on_host(variant: Variant, kind: type[HostKernel] = HostKernel) -> HostKernel:
+    return kind((variant.family, variant.defines), variant.layout, variant.block, 0, variant.shared_bytes)
 
 
 def at_the_edge(tensor: torch.Tensor, begins: bool = False) -> torch.Tensor:

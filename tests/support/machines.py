@@ -9,18 +9,20 @@ from types import ModuleType
 
 import pytest
 import torch
-from host_kernels import HostKernel
+from host_kernels import HostKernel, host_tensor_map
 
 from kernels_cuda import compile as compiling
+from kernels_cuda import gemm
 from kernels_cuda.compile import check_driver, check_nvrtc
-from lightning_fp8.ops.cuda import kernels
+from lightning_fp8.ops.cuda import kernels, rule
 from lightning_fp8.runtime import device, environment
 from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.tools import doctor
 
 RTX_4090, RTX_5090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128), Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170)
 A100, H100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108), Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132)
-B200, MI300X = Gpu("NVIDIA B200", (10, 0), 148), Gpu("AMD Instinct MI300X", (9, 4), 304)
+B200, B300 = Gpu("NVIDIA B200", (10, 0), 148), Gpu("NVIDIA B300", (10, 3), 148)
+THOR, MI300X = Gpu("NVIDIA Thor", (11, 0), 20), Gpu("AMD Instinct MI300X", (9, 4), 304)
 
 
 @dataclass
@@ -35,9 +37,16 @@ class Machine:
     driver: int = 13000
 
 
+def run_as(gpu: Gpu | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU runs products as this GPU does, by kernels from their sources."""
+    monkeypatch.setattr(device, "stand_in", gpu)
+    monkeypatch.setattr(gemm, "tensor_map", host_tensor_map)
+    rule.configuration_for.cache_clear()
+
+
 def pretend(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the CUDA half of the operators on a CPU, and for the doctor."""
-    monkeypatch.setattr(device, "stand_in", machine.gpu)
+    run_as(machine.gpu, monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", machine.cuda)
     monkeypatch.setattr(torch.version, "hip", machine.hip)
     binding, driver = ModuleType("nvrtc"), ModuleType("driver")
@@ -56,8 +65,6 @@ def pretend(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         return HostKernel((family, tuple(defines)), layout, block, index, shared_bytes)
 
     monkeypatch.setattr(kernels.load, "load", load)
-    # nothing is compiled for a device
-    monkeypatch.setattr(kernels, "compile_ahead", lambda *_: None)
     for module in (doctor, environment):
         monkeypatch.setattr(module, "driver_cuda", lambda: machine.driver)
         monkeypatch.setattr(module, "driver_version", lambda: "580.65" if machine.driver else None)

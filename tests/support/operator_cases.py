@@ -95,7 +95,7 @@ class Made:
         current = self.state.model.scaling_of(self.state.precisions[0], self.case.scaling != "evaluated", "")
         state, row = self.state if self.case.flag else None, self.state.indices[self.state.row_of(0, role)]
         fmt = self.state.recipe.format_of(role).name
-        return Slot(self.state.scale, self.state.amax_history, row, fmt, state, self.case.flag, "auto", current)
+        return Slot(self.state.scale, self.state.amax_history, row, fmt, state, self.case.flag, current)
 
     def weight_slot(self) -> WeightSlot:
         state, current = self.state if self.case.flag else None, self.state.recipe.current

@@ -119,7 +119,9 @@ def test_memory_decides_between_those_about_as_fast() -> None:
     mixed, fp8 = row("bf16-mixed", 10), row("fp8-delayed", 7)
     assert recommended(mixed, fp8, row("bf16-true", 7.1, peak=600)) == "bf16-true"
     assert recommended(mixed, fp8, row("bf16-true", 7.2, peak=600)) == "fp8-delayed"
-    assert "If memory is short: bf16-true." in "\n".join(advise([mixed, fp8, row("bf16-true", 7.2, peak=600)]))
+    said = "\n".join(advise([mixed, fp8, row("bf16-true", 7.2, peak=600)]))
+    assert "If memory is short: bf16-true." in said
+    assert "600.0 MiB" in said
     assert "If memory" not in "\n".join(advise([mixed, fp8, row("bf16-true", 7.2, peak=990)]))
 
 

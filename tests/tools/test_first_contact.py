@@ -84,8 +84,8 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
                 chosen = dict(pairwise(words))
                 cases = SUITES[chosen["--suite"]].cases(torch.device("cuda"))
                 assert any(chosen["--case"] in case.name for case in cases), words
-    # of the half hour, a machine takes two minutes to start
-    assert sum(limits) <= 28 * 60
+    # the first two, within ten minutes
+    assert sum(limits[:2]) <= 10 * 60
 
 
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
@@ -93,32 +93,27 @@ def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> 
     left, stuck = tmp_path / "left", tmp_path / "stuck"
     stand_in(
         programs, "timeout",
-        f"""[[ $* != *importlib.metadata* ]] || {{ echo $$ > {stuck}; exec sleep 300; }}
+        f"""[[ $* != *nvidia-smi* ]] || {{ echo $$ > {stuck}; exec sleep 300; }}
 exec {shutil.which("timeout")} "$@\"""",
     )  # fmt: skip
     stand_in(
         programs, "python",
         f"""echo "begun: $*"
 case "$*" in
-    *--quick*) trap '' TERM; while :; do sleep 60; done ;;
-    *doctor*) setsid sleep 300 & echo $! > {left}; exit 0 ;;
-    *"-k bit_pattern"*) exec sleep 300 ;;
-    *) exit 0 ;;
+    *doctor*) trap '' TERM; while :; do sleep 60; done ;;
+    *"-k bit_pattern"*) setsid sleep 300 & echo $! > {left}; exit 0 ;;
+    *) exec sleep 300 ;;
 esac""",
     )  # fmt: skip
     ran, steps = run(tmp_path, 1, scale=0.03, limit_s=200)
     subprocess.run(["kill", left.read_text().strip(), stuck.read_text().strip()], check=True)
     assert ran.returncode == 1
     status = {step.name: step.status for step in steps}
-    assert status["versions"] == "stuck"
-    assert status["doctor quick"] == "137 (time limit)"
-    assert status["doctor"] == "0"
-    assert status["casts"] == "124 (time limit)"
-    assert status["graphs, threads, no waiting"] == "0"
-    assert len(steps) == 8
+    expected = {"machine": "stuck", "doctor": "137 (time limit)", "casts": "0", "products": "124 (time limit)"}
+    assert status == expected
     log = (tmp_path / "out" / "stage1.log").read_text()
     # its output before it hung
-    assert "begun: -m lightning_fp8 doctor --quick" in log
+    assert "begun: -m lightning_fp8 doctor" in log
 
 
 def test_cubins_that_anybody_could_have_written_are_used_as_ones_own(tmp_path: Path, programs: Path) -> None:
@@ -126,12 +121,9 @@ def test_cubins_that_anybody_could_have_written_are_used_as_ones_own(tmp_path: P
     carried.mkdir()
     (carried / "a.cubin").write_bytes(b"\x7fELF")
     (carried / "a.cubin").chmod(0o777)
-    (carried / "gemm-nvidia-h100.json").write_bytes(b"{}")
     carried.chmod(0o777)
     used.mkdir()
     used.chmod(0o777)
     run(tmp_path, 2, CUBINS=str(carried))
     cache.check_folder(used)
     assert cache.read(used / "a.cubin") == b"\x7fELF"
-    # and a table that was measured on a machine that is gone
-    assert cache.read(used / "gemm-nvidia-h100.json") == b"{}"

@@ -153,7 +153,9 @@ def test_secrets_among_hyperparameters_are_left_out_by_name(tmp_path: Path) -> N
     page = (tmp_path / "report.html").read_text()
     assert "hidden-" not in page
     assert "123457" not in page
-    rows = {row[0].text: row[1].text for row in tables.environment(read_runs([folder])).rows}
+    environment = tables.environment(read_runs([folder]))
+    assert "RunRecord" in environment.note
+    rows = {row[0].text: row[1].text for row in environment.rows}
     note = "(left out: may be a secret)"
     assert [rows[f"hparams: {name}"] for name in (*SECRETS, "token_file", "password")] == [note] * (len(SECRETS) + 2)
     assert rows["hparams: logger"] == str({"init_args": [{"api_key": note, "lr": 0.5}]})
@@ -175,6 +177,7 @@ def test_run_record(tmp_path: Path, precision: str) -> None:
     )
     trainer.fit(model, loader())
     record = json.loads((Path(logger.log_dir) / "fp8_run.json").read_text())
+    assert not tables.environment(read_runs([Path(logger.log_dir)])).note
     facts = {name: record[name] for name in ("precision", "strategy", "accelerator", "world_size", "parameters")}
     assert list(facts.values()) == [precision, "SingleDeviceStrategy", "CPUAccelerator", 1, 49 * 64 + 16]
     assert record["environment"]["torch"] == torch.__version__

@@ -17,12 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_kernels import host_tensor_map
 from machines import A100, B200, H100, MI300X, RTX_4090, RTX_5090, Machine, pretend
 from torch import nn
 
 from kernels_cuda import compile as compiling
-from kernels_cuda import gemm
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert
 from lightning_fp8.ops.cuda import groups, kernels, plain, rule
 from lightning_fp8.runtime.warn_once import warn_once
@@ -71,11 +69,10 @@ def name(
     request: pytest.FixtureRequest, cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[str]:
     monkeypatch.setenv("LIGHTNING_FP8_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(gemm, "tensor_map", host_tensor_map)
     monkeypatch.setattr(plain, "scaled_mm_in_blocks", IN_BLOCKS)
     monkeypatch.setattr("strict_scaled_mm.CAPABILITY", MACHINES[request.param].gpu.capability)
     pretend(MACHINES[request.param], monkeypatch)
-    caches = rule.configuration_for, groups._kernels, warn_once, plain.check_mx_product
+    caches = groups._kernels, warn_once, plain.check_mx_product
     for cache in caches:
         cache.cache_clear()
     yield request.param
@@ -145,7 +142,6 @@ def step(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Ten
 def test_a_kernel_that_fails_its_check_is_called_that(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "scaled_mm_in_blocks", IN_BLOCKS)
     pretend(MACHINES["RTX 4090"], monkeypatch)
-    rule.configuration_for.cache_clear()
     monkeypatch.setattr(kernels.load, "has_passed", lambda *_: False)
     monkeypatch.setattr(kernels.check, "gemm", lambda *_: "its check gave 3 of 4 other numbers in sums")
     layer = convert(nn.Linear(128, 128, bias=False), BlockScaling())
@@ -158,7 +154,6 @@ def test_a_gpu_that_is_asked_for_a_kernel_that_it_has_not(
 ) -> None:
     pretend(MACHINES["RTX 4090"], monkeypatch)
     monkeypatch.setattr(rule, "backend", lambda: "kernels")
-    rule.configuration_for.cache_clear()
     with pytest.raises(RuntimeError, match=r"no GEMM kernel.*RTX 4090.*cuBLASLt"):
         convert(nn.Linear(32, 32))(torch.randn(16, 32))
 

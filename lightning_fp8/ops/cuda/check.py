@@ -9,7 +9,7 @@ Each check returns None or a description of what is wrong. It waits for the devi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +47,9 @@ def cast_transpose(
     x = _integers(3 * casts.TILE_ROWS if activation == "none" else _ROWS, _COLUMNS * (1 + is_gated), input)
     dy = _integers(len(x), _COLUMNS, input, 1) if backward else None
     values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
-    # of three tensors, with and without a history; groups of two tiles, of none and of one
-    newest, scale = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.25, 1.0, 3.0])
+    # of three tensors, with and without a history; groups of two tiles, of none and of one. The first scale makes
+    # subnormal codes
+    newest, scale = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([torch.finfo(fmt.dtype).tiny, 1.0, 3.0])
     parts: list[tuple[Tensor, list[int], list[slice]]] = [
         (torch.tensor([row]), [0] * -(-len(x) // casts.TILE_ROWS), [slice(len(x))]) for row in (0, 1)
     ]
@@ -57,6 +58,10 @@ def cast_transpose(
         parts.append((torch.tensor([0, 2, 1]), [0, 0, 2], [slice(two), slice(0), slice(two, None)]))
     for index, of_tile, rows in parts:
         is_grouped = len(index) > 1
+        if activation == "none":
+            # with which a tensor has no scale of its own
+            x[5, :2] = torch.tensor([float("inf"), float("nan")]) if newest[index[0]] > 0 else 0
+            values = x
         y, y_t = _unwritten(values, device)
         amax, current, scale_inv = (torch.zeros(size, device=device) for size in (3, len(index), len(index)))
         sums = None
@@ -90,10 +95,12 @@ def cast_blocks(
     is_gated = activation == "swiglu"
     x = _integers(_ROWS, 2 * _GATED_COLUMNS if is_gated else _COLUMNS, input)
     dy = _integers(_ROWS, _GATED_COLUMNS if is_gated else _COLUMNS, input, 1) if backward else None
-    if activation == "none":
-        x[:, :32], x[3, 40], x[7, 41] = 0, float("inf"), float("nan")
-    values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
-    for kind in ("e8m0",) if mx else ("float32", "power of 2"):
+    kinds = ("e8m0",) if mx else ("float32", "power of 2")
+    # both, as NaN hides every other amax
+    for rare, kind in product((False, True) if activation == "none" else (False,), kinds):
+        if rare:
+            x[:, :32], x[3, 40], x[7, 41] = 0, float("inf"), float("nan")
+        values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
         current = CurrentScale(blocks=kind)
         y, y_t = _unwritten(values, device)
         like = torch.empty(0, device=device)
@@ -120,6 +127,9 @@ def cast_blocks(
 def cast_weights(device: torch.device, kernel: Kernel, squares: bool, mx: bool) -> str | None:
     """Weights of all dtypes, together and one alone: both payloads, their scales, and the amax and scale noted."""
     weights = [_integers(_ROWS, _COLUMNS, dtype, seed) for seed, dtype in enumerate(casts.INPUTS)]
+    # subnormal codes
+    for weight in weights:
+        weight[0] *= 2.0**-10
     if squares or mx:
         kinds = [name for name, of in BLOCKS.items() if of.squares == squares and name.startswith("e8m0") == mx]
     else:

@@ -25,7 +25,6 @@ from typing import Literal
 import torch
 
 from kernels_cuda.gemm_variants import Configuration, configurations, mx_configuration
-from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.device import gpu_of
 
 BACKENDS = ("auto", "kernels", "cublaslt", "reference")
@@ -44,7 +43,8 @@ def backend() -> str:
         ValueError: for any other value.
     """
     name = os.environ.get("LIGHTNING_FP8_BACKEND", "auto")
-    check_choice("LIGHTNING_FP8_BACKEND", name, BACKENDS)
+    if name not in BACKENDS:
+        raise ValueError(f"LIGHTNING_FP8_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}.")
     return name
 
 
