@@ -94,8 +94,8 @@ BROKEN: list[tuple[str, str, Case, str, str]] = [
     # a stage is not released, released twice, or not everywhere
     ("no release of the last step", "deadlock", FAST, "    mma_wait<0>();\n    release(memory, previous);",
      "    mma_wait<0>();"),
-    ("release before the first step", "completes before .* has seen phase 1", FAST, "if (step != tile.first_step) release",
-     "release"),
+    ("release before the first step", "completes before .* has seen phase 1", FAST,
+     "if (step != tile.first_step) release", "release"),
     ("release in one block", TWICE, LARGE, "memory.empty(stage), thread)", "memory.empty(stage), 0)"),
     ("release by one thread", "deadlock", LARGE, "if (thread < CLUSTER) barrier", "if (thread < 1) barrier"),
     # parities
