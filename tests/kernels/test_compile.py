@@ -27,6 +27,7 @@ from kernels_cuda.compile import (
     KernelsUnavailable,
     architecture,
     check_driver,
+    check_nvrtc,
     compile_source,
     compiled,
     nvrtc_version,
@@ -377,20 +378,34 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cupy_version", "version", "wheels"),
+    ("capability", "cupy_version", "version", "mend"),
     [
-        (11080, (11, 8), "cupy-cuda12x nvidia-cuda-nvrtc-cu12"),
         # CuPy takes an older NVRTC if it finds no newer one
-        (13020, (12, 3), "cupy-cuda13x nvidia-cuda-nvrtc"),
+        ((8, 9), 13020, (12, 3), ["pip install --upgrade cupy-cuda13x 'nvidia-cuda-nvrtc>=12.4'"]),
+        (
+            (11, 0),
+            12090,
+            (12, 9),
+            [
+                "pip uninstall -y cupy-cuda12x nvidia-cuda-nvrtc-cu12",
+                "pip install --upgrade cupy-cuda13x 'nvidia-cuda-nvrtc>=13.0'",
+            ],
+        ),
     ],
 )
 @pytest.mark.usefixtures("fresh_version")
-def test_old_nvrtc(monkeypatch: pytest.MonkeyPatch, cupy_version: int, version: tuple[int, int], wheels: str) -> None:
+def test_old_nvrtc(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    cupy_version: int,
+    version: tuple[int, int],
+    mend: list[str],
+) -> None:
     monkeypatch.setattr(import_module("cupy_backends.cuda.libs.nvrtc"), "getVersion", lambda: version)
     monkeypatch.setattr(import_module("cupy_backends.cuda.api.driver"), "get_build_version", lambda: cupy_version)
-    with pytest.raises(KernelsUnavailable, match=rf"12\.4 or newer; {version[0]}\.{version[1]}") as caught:
-        nvrtc_version()
-    assert commands(caught) == [f"pip install --upgrade {wheels}"]
+    with pytest.raises(KernelsUnavailable, match=rf"or newer; {version[0]}\.{version[1]} was found") as caught:
+        check_nvrtc(capability)
+    assert commands(caught) == mend
 
 
 NEWER = ["pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc", "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12"]
