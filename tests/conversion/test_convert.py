@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from machines import A100, RTX_4090, run_as
 from moved import to_bf16
 from small_models import small_mlp
 from torch import nn
@@ -184,11 +185,11 @@ def test_names_do_not_depend_on_wrappers() -> None:
 
 
 def test_gpus_without_fp8_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(RuntimeError, match=r"8\.9 or newer .* cuda:0 is NVIDIA A100, 8\.0.*bf16-mixed"):
+    run_as(A100, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"8\.9 or newer .* cuda:0 is NVIDIA A100.*, 8\.0.*bf16-mixed"):
         fp8_device.check_device(torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    run_as(RTX_4090, monkeypatch)
     fp8_device.check_device(torch.device("cuda", 0))
+    run_as(None, monkeypatch)
     with pytest.raises(RuntimeError, match="runs on CUDA GPUs"):
         fp8_device.check_device(torch.device("mps"))

@@ -11,6 +11,7 @@ import strict_scaled_mm
 import torch
 from fp8_numpy import code_values
 from frozen_models import same
+from machines import B200, H100, RTX_5090, run_as
 from mx_numpy import cast_in_mx
 from published_weights import in_numpy, published, with_codes
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.dequantize import exact_values
 from lightning_fp8.ops.operand import Columns, Fp8Tensor, with_scale
+from lightning_fp8.runtime.device import Gpu
 
 RECIPES = {"mx": MXScaling(), "squares": MXScaling(weight_blocks=(32, 32))}
 X, DY = torch.linspace(-2, 2, 10 * 200).view(10, 200), torch.linspace(-1, 3, 10 * 72).view(10, 72)
@@ -136,13 +138,13 @@ def test_products_of_a_device_read_the_scales_in_tiles(
         assert np.abs(y.double().numpy() - sums).max() < 1e-5 * np.abs(sums).max()
 
 
-@pytest.mark.parametrize(("capability", "runs"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+@pytest.mark.parametrize(("gpu", "runs"), [(H100, False), (B200, True), (RTX_5090, True), (None, True)])
 def test_devices_without_products_in_mx_take_values(
-    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+    gpu: Gpu | None, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert plain.has_mx(torch.device("cuda", 0)) == runs
-    assert plain.has_mx(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        run_as(gpu, patch)
+        assert plain.has_mx(torch.device("cpu")) == runs
     taken: list[str] = []
     monkeypatch.setattr(plain, "has_mx", lambda _: runs)
     monkeypatch.setattr(plain, "scaled_mm_mx", lambda *_: taken.append("mx"))

@@ -168,6 +168,11 @@ def test_a_pass_is_remembered_and_spares_the_next_check(monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels.load, "has_passed", lambda *_: True)
     monkeypatch.setattr(check, "update_scales", lambda *_: "must not run")
     assert kernels.update_kernel(CPU) is not None
+    # repeated, it may fail
+    forgotten: list[str] = []
+    monkeypatch.setattr(kernels.load, "forget_pass", lambda family, *_: forgotten.append(family))
+    assert kernels.try_kernel(kernels._update_variant(), CPU, check_again=True).kernel is None
+    assert forgotten == ["update_scales"]
 
 
 def test_passes_belong_to_device_driver_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kernels_cuda.gemm_variants import configurations
 from lightning_fp8.ops import library
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.ops.operand import ALIGNMENT
-from lightning_fp8.runtime.device import gpu_of, is_capturing
+from lightning_fp8.runtime.device import Gpu, gpu_of, is_capturing
 from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.runtime.warn_once import warn_once
 
@@ -48,7 +48,7 @@ def takes_every_layout(device: torch.device) -> bool:
 @torch.compiler.assume_constant_result
 def multiplies_as_mx(device: torch.device) -> bool:
     """Whether operands in blocks, with scales in powers of two, run as MX: where it is the only product of blocks."""
-    gpu = gpu_of(device)
+    gpu = _gpu_of(device)
     return gpu is not None and gpu.capability >= (10, 0) and not configurations(gpu.capability, in_blocks=True)
 
 
@@ -62,8 +62,13 @@ def as_taken(payload: Tensor) -> Tensor:
 
 def is_expected(device: torch.device) -> bool:
     """Whether products of such a device should take every layout, by its generation."""
-    gpu = gpu_of(device)
+    gpu = _gpu_of(device)
     return gpu is not None and gpu.capability[0] in _TAKE_EVERY_LAYOUT
+
+
+def _gpu_of(device: torch.device) -> Gpu | None:
+    """None for a GPU that is not there, too, which fake tensors may be on."""
+    return gpu_of(device) if device.type != "cuda" or torch.cuda.is_available() else None
 
 
 @functools.cache
