@@ -6,17 +6,22 @@ import re
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from broken_kernels import Broken, poke
 from host_kernels import FEW_VARIANTS, VARIANTS, HostKernel, on_host
+from machines import H100, run_as
 from slots import slot_of
+from tensor_cores import HOPPER
 from warm import run_warm
 
 from kernels_cuda import casts, load
 from kernels_cuda.compile import CompileError, KernelsUnavailable
+from kernels_cuda.gemm import Operand
+from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import DelayedScaling
 from lightning_fp8.ops.cuda import check, kernels, plain, rule
 from lightning_fp8.ops.cuda import dispatch as cuda
@@ -85,6 +90,25 @@ def test_the_check_finds_wrong_casts_of_weights() -> None:
     of_cast = kernels._weights_variant(False)
     faulty = on_host(of_cast._replace(defines=(FAULTS["subnormals flushed"],)))
     assert "other numbers in payload" in str(of_cast.check(CPU, faulty))
+
+
+@pytest.mark.parametrize("promotes", [True, False])
+def test_the_check_finds_sums_that_stay_in_tensor_cores(promotes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(kernel: object, at: object, a: Operand, b: Operand, out: torch.Tensor, bias: torch.Tensor) -> None:
+        values = a[0].view(torch.float8_e5m2).double(), b[0].view(torch.float8_e4m3fn).double()
+        out.copy_(HOPPER.sums(*values, ("e5m2", "e4m3"), promotes) * (a[1] * b[1]) + bias)
+
+    monkeypatch.setattr(check.gemms, "gemm", product)
+    variant = kernels._gemm_variant(configurations((9, 0))[-1], "e5m2", "e4m3", torch.float32, True)
+    found = variant.check(CPU, SimpleNamespace(multiprocessors=1))  # type: ignore[arg-type]
+    assert found is None if promotes else "other numbers in sums" in str(found)
+
+
+def test_the_check_finds_sums_of_groups_that_stay_in_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as(H100, monkeypatch)
+    variant = kernels._gemm_variant(configurations((9, 0))[-1], "e4m3", "e4m3", torch.float32, True, grouped="rows")
+    other = tuple(define.replace("PROMOTE=1", "PROMOTE=0") for define in variant.defines)
+    assert "other numbers in sums" in str(variant.check(CPU, on_host(variant._replace(defines=other))))
 
 
 # a kernel, which of its arguments is damaged at which byte (see the argument structs of kernels_cuda/casts.py and

@@ -68,9 +68,9 @@ def cast_transpose(
         if activation == "none" or dy is not None:
             sums = torch.full((casts.column_sum_tiles(len(x)), values.shape[1]), float("nan"), device=device)
         tiles = torch.tensor(of_tile, dtype=torch.int32, device=device) if is_grouped else None
-        place = (tensor.to(device) for tensor in (scale, newest, index))
-        one = (current, scale_inv) if is_grouped else (current[0], scale_inv[0])
-        result = casts.Result(*place, amax, one[1], y, y_t, sums, one[0], group_of_tile=tiles)
+        place = scale.to(device), newest.to(device), index.to(device)
+        measured, inverse = (current, scale_inv) if is_grouped else (current[0], scale_inv[0])
+        result = casts.Result(*place, amax, inverse, y, y_t, sums, measured, group_of_tile=tiles)
         casts.cast_transpose(kernel, x.to(device), result, None if dy is None else dy.to(device), is_gated)
         results: list[tuple[str, Tensor, Tensor]] = [("transposed payload", y_t, by_columns(y))]
         if sums is not None:
