@@ -177,7 +177,6 @@ def test_run_record(tmp_path: Path, precision: str) -> None:
     )
     trainer.fit(model, loader())
     record = json.loads((Path(logger.log_dir) / "fp8_run.json").read_text())
-    assert not tables.environment(read_runs([Path(logger.log_dir)])).note
     facts = {name: record[name] for name in ("precision", "strategy", "accelerator", "world_size", "parameters")}
     assert list(facts.values()) == [precision, "SingleDeviceStrategy", "CPUAccelerator", 1, 49 * 64 + 16]
     assert record["environment"]["torch"] == torch.__version__
