@@ -25,8 +25,8 @@ from lightning_fp8.ops.amaxes import by_element, max_abs, scale_of_current
 from lightning_fp8.ops.formats import E4M3, FORMATS
 from lightning_fp8.ops.operand import BLOCKS, CurrentScale, Fp8Tensor, WeightSlot, by_columns, new_payloads, with_scale
 
-# ragged in tiles, blocks and vectors
-_ROWS, _COLUMNS = 133, 171
+# ragged in tiles, blocks and vectors; and with rows of whole vectors of 16 bytes
+_ROWS, _WIDTHS = 133, (171, 176)
 # the width of a gated pair's halves, in whole blocks
 _GATED_COLUMNS = 256
 # activations whose results have no rounding error
@@ -43,9 +43,16 @@ def cast_transpose(
     device: torch.device, kernel: Kernel, input: torch.dtype, format: str, activation: str, backward: bool
 ) -> str | None:
     """Both payloads, scale_inv, amax and column sums: with a history, then without one, as one tensor or in groups."""
+    failures = (_cast_transpose(device, kernel, input, format, activation, backward, width) for width in _WIDTHS)
+    return next(filter(None, failures), None)
+
+
+def _cast_transpose(
+    device: torch.device, kernel: Kernel, input: torch.dtype, format: str, activation: str, backward: bool, width: int
+) -> str | None:
     fmt, is_gated = FORMATS[format], activation == "swiglu"
-    x = _integers(3 * casts.TILE_ROWS if activation == "none" else _ROWS, _COLUMNS * (1 + is_gated), input)
-    dy = _integers(len(x), _COLUMNS, input, 1) if backward else None
+    x = _integers(3 * casts.TILE_ROWS if activation == "none" else _ROWS, width * (1 + is_gated), input)
+    dy = _integers(len(x), width, input, 1) if backward else None
     values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
     # of three tensors, with and without a history; groups of two tiles, of none and of one. The first scale makes
     # subnormal codes
@@ -93,11 +100,12 @@ def cast_blocks(
 ) -> str | None:
     """Both payloads and their scales, amax and column sums, for each kind of scale that the kernel writes."""
     is_gated = activation == "swiglu"
-    x = _integers(_ROWS, 2 * _GATED_COLUMNS if is_gated else _COLUMNS, input)
-    dy = _integers(_ROWS, _GATED_COLUMNS if is_gated else _COLUMNS, input, 1) if backward else None
     kinds = ("e8m0",) if mx else ("float32", "power of 2")
-    # both, as NaN hides every other amax
-    for rare, kind in product((False, True) if activation == "none" else (False,), kinds):
+    # both with and without rare numbers, as NaN hides every other amax
+    rarities = (False, True) if activation == "none" else (False,)
+    for width, rare, kind in product((_GATED_COLUMNS,) if is_gated else _WIDTHS, rarities, kinds):
+        x = _integers(_ROWS, width * (1 + is_gated), input)
+        dy = _integers(_ROWS, width, input, 1) if backward else None
         if rare:
             x[:, :32], x[3, 40], x[7, 41] = 0, float("inf"), float("nan")
         values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
@@ -126,7 +134,9 @@ def cast_blocks(
 
 def cast_weights(device: torch.device, kernel: Kernel, squares: bool, mx: bool) -> str | None:
     """Weights of all dtypes, together and one alone: both payloads, their scales, and the amax and scale noted."""
-    weights = [_integers(_ROWS, _COLUMNS, dtype, seed) for seed, dtype in enumerate(casts.INPUTS)]
+    weights = [
+        _integers(_ROWS, width, dtype, seed) for seed, (dtype, width) in enumerate(product(casts.INPUTS, _WIDTHS))
+    ]
     # subnormal codes
     for weight in weights:
         weight[0] *= 2.0**-10
@@ -192,7 +202,10 @@ def update_scales(device: torch.device, kernel: Kernel) -> str | None:
         written["amax"].copy_(amax)
         amaxes.update_scales(**expected, most_recent=most_recent, margin_factor=2.0)
         scales.update_scales(kernel, **written, most_recent=most_recent, margin_factor=2.0)
-    return _difference((name, written[name], tensor) for name, tensor in expected.items())
+        # after each step, as the next one writes every scale again
+        if failure := _difference((name, written[name], tensor) for name, tensor in expected.items()):
+            return failure
+    return None
 
 
 def gemm(
@@ -289,10 +302,13 @@ def product_of_mx(device: torch.device, a_rows: int = 272, b_rows: int = 144) ->
 
 
 def _integers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Eighths of integers, larger in some rows; the same in every process, without touching torch's generator."""
+    """Eighths of integers, larger in some rows, the last one the largest; the same in every process, without touching
+    torch's generator."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-100, 101, (rows, columns), generator=generator) / 8
-    return (values * 2.0 ** (torch.arange(rows) % 5)[:, None]).to(dtype)
+    values *= 2.0 ** (torch.arange(rows) % 5)[:, None]
+    values[-1, -1] = 230
+    return values.to(dtype)
 
 
 def _operand(device: torch.device, rows: int, k: int, format: str, promote: bool) -> Tensor:
