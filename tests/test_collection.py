@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from repository import ROOT
+from warm import run_warm
 
 LACKING = (
     *("accelerate", "bitsandbytes", "compressed_tensors", "hypothesis", "jsonargparse", "matplotlib", "mkdocs"),
     *("ml_dtypes", "mlflow", "peft", "playwright", "plotly", "pytorch_lightning", "rich", "schedulefree", "scipy"),
     *("sklearn", "tensorboard", "torchao", "torchdata", "wandb", "x_transformers"),
 )
-# for a new interpreter, which cannot find these or their metadata, and seems to have a GPU
+# for a process that cannot find these or their metadata, and seems to have a GPU
 COLLECT = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -31,10 +30,14 @@ class Finder(PathFinder):
         return (one for one in found if one.name.lower().replace("-", "_") not in {LACKING!r})
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+# Lightning has imported some of them
+for name in [*sys.modules]:
+    if name.partition(".")[0] in {LACKING!r}:
+        del sys.modules[name]
 import pytest, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_: (9, 0)
-sys.exit(pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider", *sys.argv[1:]]))
+sys.exit(pytest.main(["--collect-only", "-q", "-m", "cuda", "-p", "no:cacheprovider", "--assert=plain", *sys.argv[1:]]))
 """
 
 
@@ -47,8 +50,7 @@ def test_the_gpu_tests_and_the_package_need_few_packages() -> None:
     # without a user's options, which would change the output
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    program = [sys.executable, "-c", COLLECT, *chosen]
-    ran = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ran = run_warm("-c", COLLECT, *chosen, env=environment)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
     assert {"test_cuda.py", "test_cuda_gemm.py", "test_harness.py"} <= expected
     assert {*re.findall(r"^tests/(?:\w+/)?(\w+\.py)::", ran.stdout, re.MULTILINE)} == expected

@@ -1,14 +1,10 @@
-"""README and documentation: their code runs, their commands and links exist, and their numbers are as measured."""
+"""README and documentation: their code runs, and their links exist."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import shlex
-from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.util import find_spec
-from itertools import dropwhile
 from pathlib import Path
 
 import pytest
@@ -30,8 +26,6 @@ FOLDERS = (
 MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # without the changelog, which also has commands and tests of earlier versions
 CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
-# "" is for formulas, trees and messages; commands are only parsed, everything else is run
-LANGUAGES = {"", "console", "python", "yaml"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -78,74 +72,6 @@ def test_yaml(page: Path, position: int, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-# --- commands: parsed, not run ---
-
-OWN_COMMANDS = ("fit", "validate", "compare", "doctor", "report")
-
-
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command of a page, in blocks and in the text, without comments."""
-    text = page.read_text(encoding="utf-8")
-    for code in blocks(page, "console"):
-        for line in code.splitlines():
-            words = shlex.split(line, comments=True)
-            # skipping environment variables
-            yield list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
-    for code in re.findall(r"`(?:[A-Z_]+=\S+ )*((?:python|pip|make) [^`]+)`", BLOCK.sub("", text)):
-        yield shlex.split(code)
-
-
-def sources(path: Path) -> str:
-    return "".join(file.read_text() for file in (path.rglob("*.py") if path.is_dir() else [path]))
-
-
-def wrong_in(words: Sequence[str]) -> str | None:
-    """The part of a command that does not exist; None if all parts do. Lightning's own options are not checked."""
-    for word in words:
-        if re.match(r"(configs|examples|tests)/[^<>]*$", word) and not (ROOT / word).exists():
-            return word
-    match words:
-        case ["make", target, *_]:
-            return None if re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else target
-        case ["pip", "install", *_]:
-            extras = (ROOT / "pyproject.toml").read_text()
-            asked = ",".join(re.findall(r"\[([\w,-]+)\]", " ".join(words))).split(",")
-            return next((name for name in asked if name and f"\n{name} = [" not in extras), None)
-        case ["python", "-m", "lightning_fp8", command, *options]:
-            if command not in OWN_COMMANDS:
-                return command
-            tool = ROOT / "lightning_fp8" / "tools" / command
-            tool = tool if tool.is_dir() else tool.with_suffix(".py")
-            offered = sources(tool) if command in OWN_COMMANDS[2:] else None
-        case ["python", script, *options] if script.startswith("examples/"):
-            offered = sources(ROOT / script)
-        case ["python", "-m", module, *options] if module.startswith("benchmarks"):
-            if find_spec(module) is None:
-                return module
-            offered = sources(ROOT / "benchmarks")
-        case _:
-            return None
-    given = [option for option in options if re.match(r"--(?!trainer\.)", option)]
-    return next((option for option in given if offered is not None and f'"{option}"' not in offered), None)
-
-
-def test_commands_exist() -> None:
-    found = {f"{name_of(page)}: {' '.join(words)}": wrong_in(words) for page in CURRENT for words in commands(page)}
-    assert {command: wrong for command, wrong in found.items() if wrong} == {}
-
-
-def test_a_wrong_command_is_found() -> None:
-    wrong = {
-        "make demos": "demos",
-        "pip install '.[cuda14]'": "cuda14",
-        "python -m lightning_fp8 compare --presicions": "--presicions",
-        "python -m benchmarks.losses": "benchmarks.losses",
-        "python -m pytest -m cuda tests/test_gpu.py": "tests/test_gpu.py",
-        "python examples/pretrain_gpt.py --lora": "--lora",
-    }
-    assert {command: wrong_in(shlex.split(command)) for command in wrong} == wrong
-
-
 # --- links ---
 
 
@@ -171,13 +97,6 @@ def test_links_and_anchors() -> None:
     assert broken_links(ROOT / "README.md", text) == ["docs/faq.md#weight", "docs/none.md", "#precision"]
     found = {name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in MARKDOWN}
     assert {page: links for page, links in found.items() if links} == {}
-
-
-def test_no_code_is_left_out() -> None:
-    """Indented, quoted or in another language, which no test reads."""
-    for page in MARKDOWN:
-        fences = re.findall(r"^[ >*-]*(?:```|~~~).*$", page.read_text(encoding="utf-8"), re.MULTILINE)[::2]
-        assert {*fences} <= {f"```{language}" for language in LANGUAGES}, page
 
 
 def test_every_callback_and_every_argument_is_on_the_page_with_its_default() -> None:

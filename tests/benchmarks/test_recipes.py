@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import mean, stdev
-from typing import Any
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from scales_in_numpy import largest, scale_of
 
 from benchmarks import recipe_cases
 from benchmarks.recipe_cases import TRAININGS, train, watch
-from benchmarks.recipes import DECIDING, excess, interval, preferred, tables
 from lightning_fp8 import DelayedScaling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,49 +68,3 @@ def test_a_training_with_an_outlier() -> None:
     assert found["val_accuracy"] is None
     # two of eight steps were counted: 0 and 7, the latter after the spike
     assert found["underflowed_fraction"] > 10 * plain["underflowed_fraction"]
-
-
-def made(costs: dict[str, list[float]], steps: dict[str, int]) -> list[dict[str, Any]]:
-    """Rows with these excess losses in percent for each training, and these counts of harmed steps after each event."""
-    rows = []
-    for case in TRAININGS:
-        for seed in range(3):
-            keys = {"case": case, "seed": seed, "val_accuracy": 0.5}
-            rows.append({**keys, "variant": "baseline", "loss": 2.0, "val_loss": 4.0})
-            for name, of_seeds in costs.items():
-                loss = 2 * (1 + of_seeds[seed] / 100)
-                rows.append({**keys, "variant": name, "loss": loss, "val_loss": 2 * loss})
-    for case in recipe_cases.EVENTS:
-        for name, count in steps.items():
-            lost = {"zero_fraction": 0.5, "clipped_fraction": 0.9, "steady_clipped_fraction": 1e-4}
-            lost |= {"clipped_fractions": [0.0] * 8 + [0.1 * count] + [0.0] * 7}
-            rows.append({"case": case, "seed": 0, "variant": name, "zero_steps": count, "clipped_steps": 1, **lost})
-    return rows
-
-
-def test_the_rule() -> None:
-    long, short, free, bad = (f"fp8-delayed,amax_history_len={x}" for x in ("16", "4", "2,margin=1", "1"))
-    # the second differs from the best by noise, `bad` by more than that
-    costs = {long: [0.1, 0.2, 0.3], short: [0.15, 0.1, 0.4], free: [0.1, 0.2, 0.31], bad: [0.4, 0.5, 0.6]}
-    rows = made({**costs, "fp8-current": [0.0, 0.0, 0.0]}, {long: 16, short: 4, free: 4, bad: 1, "fp8-current": 0})
-    assert preferred(rows) == [short, free, long]
-    # a recipe that has not been measured in every case
-    rows = [row for row in rows if (row["case"], row["variant"], row["seed"]) != ("spikes", short, 1)]
-    assert preferred(rows) == [free, long]
-    rows = [row for row in rows if (row["case"], row["variant"]) != ("growth", free)]
-    assert preferred(rows) == [long]
-    assert preferred([]) == []
-
-
-def test_means_and_intervals() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    for count in range(2, 11):
-        values = np.random.default_rng(count).normal(size=count).tolist()
-        half = stats.t.ppf(0.975, count - 1) * stdev(values) / np.sqrt(count)
-        assert interval(values) == pytest.approx((mean(values), half), rel=1e-3)
-    assert interval([1.0]) == (1.0, float("inf"))
-    name = "fp8-delayed,amax_history_len=4"
-    rows = made({name: [0.1, 0.2, 0.3]}, {name: 4})
-    assert excess(rows, DECIDING[0], name, "loss") == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3})
-    line = next(line for line in tables(rows).splitlines() if line.startswith(f"| {name}"))
-    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["+0.20% ± 0.25"] * 6

@@ -7,33 +7,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from benchmarks import memory, train, training
 from benchmarks.settings import Setting
 from benchmarks.training import Start, Task, Training
-from lightning_fp8 import Fp8Precision, convert, scaling_state
+from lightning_fp8 import convert, scaling_state
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.examples.transformer_block import Block, initialize
 
 CPU = torch.device("cpu")
-FP32, FP8 = Setting(Precision), Setting(Fp8Precision)
+FP32 = Setting(Precision)
 LINEAR = Task(lambda: nn.Linear(32, 48), 64, (64, 32), 48)
 GPT = Task(lambda: ByteGPT(1, 64, 2, 32), 256, text=lambda: train.text_of(train.TINY), learning_rate=1e-4)
-
-
-def test_each_precision_computes_in_its_own() -> None:
-    mixed = Setting(lambda: MixedPrecision("bf16-mixed", "cpu"))
-    true = Setting(lambda: HalfPrecision("bf16-true"))
-    seen = []
-    for setting in (FP32, FP8, mixed, true):
-        made = Training(GPT, setting, False, CPU)
-        up = made.model.blocks[0].up
-        up.register_forward_hook(lambda module, x, y: seen.append((module.weight.dtype, y.dtype)))
-        made.forward()
-    fp32, bf16 = torch.float32, torch.bfloat16
-    assert seen == [(fp32, fp32), (fp32, bf16), (fp32, bf16), (bf16, bf16)]
 
 
 def test_a_layers_numbers_are_those_in_fp64() -> None:
@@ -87,27 +74,6 @@ def test_steps_of_the_gpt_are_those_of_a_trainer(monkeypatch: pytest.MonkeyPatch
         assert (got - expected).norm() < 0.01 * (expected - began).norm() + 1e-7
     for name, gradient in gradients.items():
         assert (start.gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8
-
-
-def test_figures_of_a_model() -> None:
-    made = Training(GPT, FP8, False, CPU)
-    for _ in range(2):
-        made.step()
-    updates = made.scaling.updates
-    found = made.figures()
-    assert made.scaling.updates == updates + 1
-    elements = sum(parameter.numel() for parameter in made.model.parameters())
-    assert found["parameter_bytes"] == found["gradient_bytes"] == 4 * elements
-    # two moments, and the number of steps for each parameter
-    assert found["optimizer_bytes"] == 2 * 4 * elements + 4 * len([*made.model.parameters()])
-    # one byte an element of the block's matrices and the head, scales and biases in 16 bits apart
-    matrices = 12 * 64**2 + 64 * 256
-    assert matrices < found["weight_copy_bytes"] < 1.05 * matrices
-    assert found["loss"] == pytest.approx(made.forward().item(), rel=1e-6)
-    assert 0 <= found["unchanged_fraction"] < 0.01
-    with torch.no_grad():
-        made._optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    assert made.figures()["unchanged_fraction"] == 1
 
 
 def gradients(*values: float) -> dict[str, Tensor]:

@@ -299,48 +299,6 @@ def test_evaluation_and_other_steps_count_nothing(tmp_path: Path) -> None:
     assert scaling_state(model).cast_counts.values is None
 
 
-def test_a_fit_without_a_step_leaves_nobody_counting(tmp_path: Path) -> None:
-    class Idle(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            assert scaling_state(self).cast_counts.values is not None
-            self.manual_backward(self.step(batch))
-
-    model = seeded(Idle)
-    make_trainer(tmp_path, callbacks=[ScaleFactorLogger(1)], logger=CSVLogger(tmp_path)).fit(model, loader())
-    assert scaling_state(model).cast_counts.values is None
-
-
-def test_histograms_and_several_loggers(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    class Recording(CSVLogger):
-        """Receives metrics as W&B and MLflow do: a dictionary of plain numbers per step."""
-
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            assert all(type(value) is float for value in metrics.values())
-            super().log_metrics(metrics, step)
-
-    loggers = [TensorBoardLogger(tmp_path / "tensorboard"), Recording(tmp_path / "recording")]
-    model, callback = seeded(), ScaleFactorLogger(every_n_steps=4, patterns=())
-    make_trainer(tmp_path, logger=loggers, callbacks=[callback]).fit(model, loader())
-    events = EventAccumulator(loggers[0].log_dir).Reload()
-    for role in ROLES:
-        histogram = events.Histograms(f"fp8/{role}/log2_scale")[-1].histogram_value
-        state = scaling_state(model)
-        scales = state.scale[[row for row, name in enumerate(state.names) if name.endswith(role)]].log2()
-        drawn = (histogram.num, histogram.min, histogram.max)
-        assert drawn == pytest.approx((2, scales.min().item(), scales.max().item()), rel=1e-6)
-    names = {key for row in rows_of(loggers[1]) for key in row if key.startswith("fp8/")}
-    # without patterns, only the summaries
-    assert names == {
-        f"fp8/{role}/{q}/{s}" for role in ROLES for q in QUANTITIES_OF[role] for s in ("min", "median", "max")
-    }
-
-
 @pytest.mark.parametrize(
     ("options", "schedule", "drawn"),
     [

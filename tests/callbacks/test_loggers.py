@@ -47,7 +47,6 @@ def mlflow_logger(path: Path) -> MLFlowLogger:
 
 LOGGERS: dict[str, Callable[[Path], Logger]] = {
     "csv": CSVLogger,
-    "tensorboard": TensorBoardLogger,
     "wandb": wandb_logger,
     "mlflow": mlflow_logger,
 }
@@ -80,7 +79,7 @@ def test_the_graph_of_a_model(precision: str, tmp_path: Path) -> None:
     assert ("lightning_fp8::mlp" in operators) == precision.startswith("fp8-")
 
 
-@pytest.mark.parametrize("kinds", [("mlflow",), ("tensorboard",), ("wandb", "csv")])
+@pytest.mark.parametrize("kinds", [("mlflow",), ("wandb", "csv")])
 def test_records_of_two_runs_lie_in_two_folders(kinds: tuple[str, ...], tmp_path: Path, offline: None) -> None:
     folders = []
     for precision in ("fp8-delayed", "bf16-mixed"):

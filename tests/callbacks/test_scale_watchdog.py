@@ -181,33 +181,6 @@ def test_a_share_of_a_few_numbers_is_no_sign(tmp_path: Path) -> None:
     assert "step 4: more than 1% of the numbers clipped" in str(error.value)
 
 
-@pytest.mark.parametrize("condition", ["saturated", "underflowed"])
-def test_ten_numbers_at_each_check(condition: str) -> None:
-    state = scaling_state(convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))))
-    limits = {"saturated_above": None, "underflowed_above": None, f"{condition}_above": 0.2}
-    watch = Watch(state, Limits(None, None, checks_in_a_row=2, **limits))
-
-    def check(*lost: int) -> Findings:
-        state.cast_counts.start(watch)
-        assert state.cast_counts.values is not None
-        for row, number in enumerate(lost):
-            # forty nonzero numbers per tensor, 80 with zeros if they underflow; eight may be lost
-            state.cast_counts.values[row] = torch.tensor(
-                [40, number, 40, 0] if condition == "saturated" else [80, 0, 40, number]
-            )
-        findings = watch.check(0, lambda tensor: tensor)
-        state.cast_counts.stop(watch)
-        return findings
-
-    assert check(11, 11, 10, 9).tensors[condition] == {}
-    found = check(10, 8, 9, 11)
-    assert found.tensors[condition] == {0: 10 / 40}
-    assert found.lost == {condition: {0: (10, 40)}}
-    # a check without casts counts for nothing, and does not interrupt a sequence of bad checks
-    assert check().tensors[condition] == {}
-    assert check(8, 11, 40, 40).lost == {condition: {3: (40, 40)}}
-
-
 def test_said_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
     class Changing(Vanishing):
         def forward(self, x: Tensor) -> Tensor:

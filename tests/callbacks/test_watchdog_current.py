@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lit import Regression, loader, make_trainer, same, seeded
 from logged_runs import rows_of
 from moved import to_current
-from projections import MEMBERS, Shared
 from small_models import small_mlp
 from torch import Tensor, nn
 from watched_models import NEVER, Growing, Vanishing
@@ -130,7 +129,7 @@ def step(model: nn.Module, size: float) -> list[Tensor]:
     return [y.detach(), x.grad]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("half", ["reference", "kernels", "compiled", "compiled kernels"])
+@pytest.mark.parametrize("half", ["reference", "kernels", "compiled"])
 def test_the_moved_layers_are_those_of_current_scaling(half: str, request: pytest.FixtureRequest) -> None:
     if "kernels" in half:
         request.getfixturevalue("cuda_half")
@@ -171,12 +170,6 @@ def test_a_scale_that_is_not_used_is_not_stale() -> None:
         if step == 20:
             to_current(state, 0)
     assert found == [[0, 1], [0, 1], [1], [1]]
-
-
-def test_layers_with_one_input_move_together() -> None:
-    state = scaling_state(convert(Shared()))
-    to_current(state, state.module_names.index("k"))
-    assert state.current_modules == MEMBERS
 
 
 def test_other_recipes_fall_back_and_say_so_once(tmp_path: Path) -> None:

@@ -53,8 +53,9 @@ def train(path: Path, strategy: str) -> None:
         trainer.fit(model, loader(128), ckpt_path=path / f"{resumed}.ckpt" if resumed else None)
         trainer.save_checkpoint(path / f"{what}.ckpt")
         weights = [getattr(one, "full_tensor", lambda one=one: one)().detach().clone() for one in model.parameters()]
-        scale = scaling_state(model).scale[: scaling_state(model).delayed].clone()
-        found[what] = {"losses": torch.stack(model.losses), "seen": model.seen, "weights": weights, "scale": scale}
+        state = scaling_state(model)
+        scales = {"scale": state.scale[: state.delayed].clone(), "history": state.amax_history.clone()}
+        found[what] = {"losses": torch.stack(model.losses), "seen": model.seen, "weights": weights, **scales}
     torch.save(found, path / f"rank{os.environ['RANK']}.pt")
 
 
@@ -73,7 +74,12 @@ def test_processes_switch_at_one_step_and_a_resumed_run_is_the_same(strategy: st
     mine, theirs = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     before, middle, after = [()] * 2, [("fprop",)] * 2, [("fprop", "dgrad", "wgrad")] * 2
     assert mine["whole"]["seen"] == theirs["whole"]["seen"] == [before] * 4 + [middle] * 2 + [after] * 2
-    assert torch.equal(mine["whole"]["scale"], theirs["whole"]["scale"])
+    for name in ("scale", "history"):
+        assert torch.equal(mine["whole"][name], theirs["whole"][name])
+        assert torch.equal(mine["half"][name], theirs["half"][name])
+    assert (mine["half"]["history"] > 0).sum(0).tolist() == [4] * 4
+    # the ranks saw different data, so they do not agree by accident
+    assert not torch.equal(mine["half"]["losses"], theirs["half"]["losses"])
     assert mine["resumed"]["seen"] == mine["whole"]["seen"][4:]
     for rank in (mine, theirs):
         assert torch.equal(rank["resumed"]["losses"], rank["whole"]["losses"][4:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from lightning_fp8.examples import Digits, StdlibText, optimization, stdlib_text
+from lightning_fp8.examples import Digits, StdlibText, optimization
 
 # the data
 
@@ -42,22 +41,6 @@ def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install scikit-learn"):
         Digits().setup("fit")
-
-
-def test_packages_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(30):
-        (tmp_path / f"module{number:02}.py").write_bytes(b"m" * 100)
-    for folder, byte in (("package/inside", b"p"), ("site-packages/torch", b"s"), ("dist-packages", b"d")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "a.py").write_bytes(byte * 1000)
-    monkeypatch.setattr(stdlib_text.sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
-    texts = {}
-    for packages in (False, True):
-        data = StdlibText(context=99, packages=packages)
-        data.setup("fit")
-        texts[packages] = bytes(data.train_set.flatten().tolist())
-    assert texts[False] == b"m" * 2700
-    assert texts[True] == b"m" * 2700 + b"p" * 1000
 
 
 def test_text_that_is_held_out_is_other_text() -> None:

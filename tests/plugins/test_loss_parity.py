@@ -26,7 +26,7 @@ from lightning_fp8.examples import ByteGPT, StdlibText
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.scaling.recipe import RECIPES
 
-STEPS = 80
+STEPS = 60
 # the final loss is the mean over this many steps
 LAST = 30
 BASELINE = "32-true" if emulates_bf16() else "bf16-mixed"
@@ -63,7 +63,7 @@ def test_gpt_ends_at_the_same_loss(tmp_path: Path) -> None:
     # one seed: in five seeds, no difference was larger than 0.2%
     baseline = train(BASELINE, tmp_path)
     # nats per byte; an untrained model has 5.55
-    assert baseline["loss"] < 3.2
+    assert baseline["loss"] < 3.7
     for precision in RECIPES:
         fp8 = train(precision, tmp_path)
         for name in ("loss", "val_loss"):

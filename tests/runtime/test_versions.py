@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 from repository import ROOT
+from warm import run_warm
 
 from lightning_fp8.runtime.torch_version import OLDEST_TORCH
 
@@ -23,8 +22,7 @@ def test_an_older_torch_is_refused_by_name() -> None:
     assert re.findall(r'^    "torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) == [OLDEST_TORCH]
     major, minor = OLDEST_TORCH.split(".")
     version = f"{major}.{int(minor) - 1}.1"
-    program = OLD_TORCH.format(version=version)
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = run_warm("-c", OLD_TORCH.format(version=version))
     assert run.returncode == 1
     last = run.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ")

@@ -31,6 +31,7 @@ from lightning_fp8.tools.compare.advice import advise
 from lightning_fp8.tools.compare.command import main
 from lightning_fp8.tools.compare.measure import Measure, tokens_of
 from lightning_fp8.tools.report.runs import read_runs
+from lightning_fp8.tools.tables import percentiles
 
 STEPS, WARMUP = 12, 4
 BATCH, CONTEXT = 4, 16
@@ -250,6 +251,8 @@ def compare(arguments: list[str], folder: Path) -> None:
     # tests that run in the background ignore SIGINT, and so would the processes that they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
+    # in place of a new Python, which would import Lightning first
+    sys.executable = str(folder / "waiting")
     with Path("printed").open("w") as file, redirect_stdout(file), redirect_stderr(file):
         main(arguments)
 
@@ -261,10 +264,10 @@ def is_running(pid: int) -> bool:
 
 def test_a_signal_ends_what_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    # its first model says who it is, and waits
-    waiting = f"import os, time\nopen({str(pids)!r}, 'w').write(str(os.getpid()) + ' ')\ntime.sleep(300)\n"
-    (tmp_path / "waiting.py").write_text(waiting)
-    arguments = ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed", "--model=waiting.Model"]
+    # its first run says who it is, and waits
+    (tmp_path / "waiting").write_text(f"#!/bin/sh\nprintf '%s ' $$ >{pids}\nexec sleep 300\n")
+    (tmp_path / "waiting").chmod(0o755)
+    arguments = ["--out", str(tmp_path / "out"), "--precisions", "fp8-delayed"]
     parent = start(compare, ["--config", str(write_config(tmp_path)), *arguments], tmp_path)
     until = time.monotonic() + 120
     while not (pids.exists() and pids.read_text().endswith(" ")):
@@ -372,3 +375,8 @@ def test_tokens_of_batches() -> None:
     assert tokens_of(tokens) == tokens_of([tokens, None]) == tokens_of({"input_ids": tokens}) == 6
     others = (numbers, tokens.bool(), tokens[0], tokens[None], {"labels": tokens}, (), None, (tokens[0], tokens))
     assert [tokens_of(other) for other in others] == [None] * len(others)
+
+
+def test_percentiles_stay_within_what_was_measured() -> None:
+    assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+    assert percentiles([1.0, 2.0]) == pytest.approx((1.2, 1.5, 1.8))

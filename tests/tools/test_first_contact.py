@@ -91,6 +91,8 @@ def test_what_fails_does_not_keep_the_next_from_running(tmp_path: Path, programs
 def test_what_hangs_ends_and_the_rest_is_run(tmp_path: Path, programs: Path) -> None:
     """Even a step that no signal ends, one that ignores the first, and one that leaves a process holding its output."""
     left, stuck = tmp_path / "left", tmp_path / "stuck"
+    # the script waits two seconds for the output of each step that has ended
+    stand_in(programs, "sleep", f'[[ $1 != 2 ]] || set -- 0.3; exec {shutil.which("sleep")} "$@"')
     stand_in(
         programs, "timeout",
         f"""[[ $* != *nvidia-smi* ]] || {{ echo $$ > {stuck}; exec sleep 300; }}
@@ -105,7 +107,7 @@ case "$*" in
     *) exec sleep 300 ;;
 esac""",
     )  # fmt: skip
-    ran, steps = run(tmp_path, 1, scale=0.03, limit_s=200)
+    ran, steps = run(tmp_path, 1, scale=0.02, limit_s=200)
     subprocess.run(["kill", left.read_text().strip(), stuck.read_text().strip()], check=True)
     assert ran.returncode == 1
     status = {step.name: step.status for step in steps}

@@ -29,7 +29,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.charts import curve_keys, curves, loss_keys, thinned
+from lightning_fp8.tools.report.charts import curves, thinned
 from lightning_fp8.tools.report.command import main
 from lightning_fp8.tools.report.runs import ReadError, Run, Series, read_csv, read_runs
 from lightning_fp8.tools.report.tensors import tensors_of
@@ -218,27 +218,6 @@ def test_dtype_audit_writes_its_report(tmp_path: Path) -> None:
 # tables and curves
 
 
-def test_tensors_in_model_order_with_their_numbers() -> None:
-    names = tensor_names(12 * 12)
-    rows = tensor_metrics(names, steps=3)
-    scalars = {
-        key: ([row["step"] for row in rows if key in row], [row[key] for row in rows if key in row])
-        for key in sorted({key for row in rows for key in row if key != "step"})
-    }
-    # by name, with numbers in names by size; alphabetically within a block, because no other order is known
-    tensors = tensors_of(run_of(scalars))
-    assert tensors is not None
-    assert tensors.names[::12] == [f"blocks.{block}.attention.out.input" for block in range(12)]
-    modules = [name.rpartition(".")[0] for name in names[::3]]
-    tensors = tensors_of(run_of(scalars, record={"modules": modules}))
-    assert tensors is not None
-    assert tensors.names == names
-    assert tensors.steps.tolist() == [9, 19, 29]
-    for quantity in QUANTITIES:
-        expected = [[row[f"fp8/{name}/{quantity}"] for row in rows[::2]] for name in names]
-        np.testing.assert_array_equal(tensors.values[quantity], expected)
-
-
 def test_long_runs_keep_the_last_scale_and_the_worst_of_the_others() -> None:
     numbers = {quantity: np.random.default_rng(1).random(1000) for quantity in QUANTITIES}
     numbers["headroom_bits"][500] = np.nan
@@ -271,28 +250,12 @@ def test_thinned_curves_keep_peaks_and_ends() -> None:
 
 
 def test_switches_are_drawn_with_what_they_changed_to(tmp_path: Path) -> None:
-    schedule = {"fp8/schedule": ([0, 3, 4, 9, 10, 20], [0, 0, 1, 1, 2, 2]), "loss": ([0, 20], [2, 1])}
-    recorded = run_of(schedule, record={"schedule": ["bf16 from 4", "fp8 from 0.5"]})
-    # without a record, with a gap, and from the start
-    others = [run_of({"fp8/schedule": ([2, 4, 6], [1, math.nan, 3])}), run_of({"loss": ([0], [1])})]
-    found = [(one.step, one.label, one.colour) for one in curves([recorded, *others], ["loss"]).switches]
-    assert found == [(4, "bf16 from 4", 0), (10, "fp8 from 0.5", 0), (2, "schedule 1", 1), (6, "schedule 3", 1)]
     # as the callbacks write it
     logger = CSVLogger(tmp_path)
     callbacks = [RunRecord(), PrecisionSchedule({2: {"net.0": "bf16"}})]
     make_trainer(tmp_path, logger=logger, callbacks=callbacks).fit(seeded(), loader())
     (run,) = read_runs([Path(logger.log_dir)])
     assert [(one.step, one.label) for one in curves([run], []).switches] == [(2, "{'net.0': 'bf16'} from 2")]
-    assert curve_keys([run]) == []
-
-
-def test_which_metrics_are_curves() -> None:
-    two = ([0, 1], [1.0, 2.0])
-    run = run_of(dict.fromkeys(("lr", "val_loss", "aux_loss", "train_loss", "epoch", "fp8/a.input/scale"), two))
-    run.scalars["once"] = Series(np.array([0]), np.array([1.0]))
-    assert curve_keys([run]) == ["train_loss", "val_loss", "aux_loss", "lr"]
-    assert loss_keys(curve_keys([run])) == ["train_loss", "val_loss"]
-    assert loss_keys(["lr", "other"]) == ["lr"]
 
 
 def test_final_values_and_their_difference() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from machines import A100, B200, H100, MI300X, RTX_4090, RTX_5090, Machine, pretend
 from torch import nn
+from warm import run_warm
 
 from kernels_cuda import compile as compiling
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert
@@ -215,9 +216,6 @@ WINDOWS = """
 
 
 def test_without_what_windows_lacks(tmp_path: Path) -> None:
-    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WINDOWS)], env=environment, capture_output=True, text=True, check=False
-    )
+    ran = run_warm("-c", textwrap.dedent(WINDOWS), env={**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path)})
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("0 ")
