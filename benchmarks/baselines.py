@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Variant, copies_for
+from lightning_fp8.ops import amaxes
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.formats import E4M3, FORMATS
 
 COMPILED = "torch.compile"
@@ -46,7 +46,7 @@ def cast_weights(weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
 
 def update_scales(amax: Tensor, amax_history: Tensor, scale: Tensor, fp8_max: Tensor, nonfinite_steps: Tensor) -> None:
     """Update the scales in place with the default recipe; see the operator ``lightning_fp8::update_scales``."""
-    plain.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, False, 1.0)
+    amaxes.update_scales(amax, amax_history, scale, fp8_max, nonfinite_steps, False, 1.0)
 
 
 def _cast(x: Tensor, scale: Tensor, amax: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:

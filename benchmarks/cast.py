@@ -15,20 +15,23 @@ from torch import Tensor
 from benchmarks import baselines
 from benchmarks.harness import Case
 from benchmarks.timing import Variant, copies_for
-from lightning_fp8 import ops
-from lightning_fp8.ops import blocks
-from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.cuda import kernels, plain
+from lightning_fp8.core import casts
+from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, FORMATS
-from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot, with_scale
-from lightning_fp8.scaling.recipe import DelayedScaling
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
+from lightning_fp8.scalings import products
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Cast, Casting, Computed, Slot, Source, Want, value_of
+from lightning_fp8.scalings.per_block import PerBlock
+from lightning_fp8.scalings.per_tensor import DelayedScaling, PerTensor
 
 _NAMES = ("payload", "transposed payload", "scale_inv", "column sums")
 _NAMES_IN_BLOCKS = ("payload", "transposed payload", "scale_inv", "transposed scale_inv")
 _OF_STATE = ("amax", "amax_history", "scale", "fp8_max", "nonfinite_steps")
 # an input's standard deviation: with scales for amaxes of 1, few elements saturate
 DEVIATION = 0.25
+BOTH = Want(rows=True, columns=True)
 # updates before the amaxes, which an update clears, are filled in again
 _UPDATES = {"cuda": 384, "cpu": 8}
 # the results of a case by name: one tensor, or one for each weight of a model
@@ -176,26 +179,29 @@ def cast_variants(
     x = arguments[0][0]
     assert x is not None
     device, rows = x.device, len(x)
-    state = steady_state(1, device)
-    index = torch.tensor([LAYOUT.index("grad_output" if is_gradient else "input")], device=device)
-    slot = Slot(state.scale, state.amax_history, index, format, state, True)
+    state, scaling = steady_state(1, device), PerTensor(format, delayed=True)
+    index = state.indices[LAYOUT.index("grad_output" if is_gradient else "input")]
+    slot = Slot(index, state, scaling, scaling, True, Casting.HISTORY, generation=state.model.generation)
+    want = BOTH._replace(sums=is_gradient)
     scale, no_amax = state.scale[index][0].clone(), torch.zeros((), device=device)
-    ours: Callable[..., Any] = ops.cast
-    theirs: Callable[..., Any] = plain.cast
-    rest: tuple[Any, ...] = (slot, activation, "both")
-    if is_gradient:
-        ours = cuda.cast_gradient if device.type == "cuda" else plain.cast_gradient
-        theirs, rest = plain.cast_gradient, (activation, slot, "both", True)
+    sources = [_source(tensors, activation, is_gradient) for tensors in arguments]
     function = (baselines.cast_gradient if is_gradient else baselines.cast)(format, activation)
     compiled = baselines.compiled(function, device)
 
-    def recorded(implementation: Callable[..., Any]) -> Results:
+    def ours(at: int) -> Cast:
+        return products.cast(sources[at], slot, want)
+
+    def theirs(at: int) -> Cast:
+        return scaling.by_reference(value_of(sources[at]), slot, want)
+
+    def recorded(call: Callable[[int], Cast]) -> Results:
         state.amax.zero_()
-        payload, payload_t, scale_inv, *others = implementation(*arguments[0], *rest)
+        made = call(0)
+        payload, payload_t, scale_inv, _ = parts(made)
         # without the padding of the payload by columns, which the compiled baseline lacks
         codes = [part.view(FORMATS[format].dtype) for part in (payload, payload_t[:, :rows])]
-        # the column sums are last, after the scale_inv of the payload by columns, which is the same one
-        return {**by_name(_NAMES, (*codes, scale_inv, *others[-1:])), "amax": [state.amax[index]]}
+        sums = () if made.sums is None else (made.sums,)
+        return {**by_name(_NAMES, (*codes, scale_inv, *sums)), "amax": [state.amax[index]]}
 
     def of_compiled() -> Results:
         payload, payload_t, scale_inv, amax, *sums = compiled(*arguments[0], scale, no_amax)
@@ -206,11 +212,26 @@ def cast_variants(
 
     exact, rounded = _tolerance(activation, rows, 0.01, 0.0), _tolerance(activation, rows, 0.06, 5e-7)
     return [
-        variant("lightning_fp8", lambda at: ours(*arguments[at], *rest), lambda: recorded(ours), exact),
-        variant("torch", lambda at: theirs(*arguments[at], *rest), lambda: recorded(theirs), EXACT),
+        variant("lightning_fp8", ours, lambda: recorded(ours), exact),
+        variant("torch", theirs, lambda: recorded(theirs), EXACT),
         variant(baselines.COMPILED, lambda at: compiled(*arguments[at], scale, no_amax), of_compiled, rounded),
         baselines.copy(nbytes, device),
     ]
+
+
+def _source(tensors: tuple[Tensor | None, ...], activation: str, is_gradient: bool) -> Source:
+    """What a cast reads: the activation of x, or given dy and h the gradient of h."""
+    first, *rest = (tensor for tensor in tensors if tensor is not None)
+    if activation == "none":
+        return first
+    return Computed(activation, tuple(rest), first) if is_gradient else Computed(activation, (first,))
+
+
+def parts(cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The payloads by rows and by columns, and the scale_inv of each."""
+    assert cast.rows is not None
+    assert cast.columns is not None
+    return cast.rows.codes, cast.columns.codes, cast.rows.scale_inv, cast.columns.scale_inv
 
 
 def _tolerance(activation: str, rows: int, codes: float, quotients: float) -> Tolerance:
@@ -230,17 +251,21 @@ def cast_in_blocks(rows: int, columns: int, is_weight: bool = False, mx: bool = 
 
     def variants(device: torch.device) -> list[Variant]:
         x = _normal(rows, columns, device, seed=1, copies=copies_for(nbytes, device))
-        slot = slot_in_blocks(is_weight, "e8m0" if mx else "float32")
-        ours = ops.cast_weight_blocks if is_weight else ops.cast_blocks
-        theirs = blocks.cast_weight if is_weight else blocks.cast
-        rest = (slot, "both") if is_weight else (slot, "none", "both")
+        scaling = MX() if mx else PerBlock(squares=is_weight)
+        slot = slot_of(scaling, device)
 
-        def variant(name: str, cast: Callable[..., Any], other: Callable[..., Any]) -> Variant:
+        def ours(x: Tensor) -> Cast:
+            return (products.cast_weight if is_weight else products.cast)(x, slot, BOTH)
+
+        def theirs(x: Tensor) -> Cast:
+            return scaling.quantized(x, BOTH)[0] if is_weight else scaling.by_reference(x, slot, BOTH)
+
+        def variant(name: str, cast: Callable[[Tensor], Cast], other: Callable[[Tensor], Cast]) -> Variant:
             def check() -> str | None:
-                got, expected = (by_name(_NAMES_IN_BLOCKS, function(x[0], *rest)) for function in (cast, other))
+                got, expected = (by_name(_NAMES_IN_BLOCKS, parts(function(x[0]))) for function in (cast, other))
                 return difference(got, expected)
 
-            return Variant(name, lambda at: cast(x[at], *rest), check, len(x))
+            return Variant(name, lambda at: cast(x[at]), check, len(x))
 
         return [
             variant("lightning_fp8", ours, theirs),
@@ -257,12 +282,9 @@ def cast_in_blocks(rows: int, columns: int, is_weight: bool = False, mx: bool = 
     return Case(f"cast {rows}x{columns} bf16->e4m3 in {blocks_of}", variants, is_served, nbytes)
 
 
-def slot_in_blocks(is_weight: bool, blocks: str = "float32") -> Any:
-    """The slot of a tensor with a scale for each block, of this kind."""
-    current = CurrentScale(blocks=blocks)
-    if is_weight:
-        return WeightSlot(torch.zeros(1, dtype=torch.int64), "e4m3", None, False, current)
-    return with_scale(torch.ones(()), "e4m3")._replace(current=current)
+def slot_of(scaling: Scaling, device: torch.device) -> Slot:
+    """The slot of a tensor outside of any state."""
+    return Slot(torch.zeros(1, dtype=torch.int64, device=device), None, scaling, scaling)
 
 
 def cast_weights(model: str, shapes: Sequence[tuple[int, int]]) -> Case:
@@ -274,26 +296,28 @@ def cast_weights(model: str, shapes: Sequence[tuple[int, int]]) -> Case:
         generator = torch.Generator(device).manual_seed(0)
         first = [torch.randn(*shape, generator=generator, device=device).mul_(DEVIATION) for shape in shapes]
         copies = [first, *([x.clone() for x in first] for _ in range(copies_for(nbytes, device) - 1))]
-        state = steady_state(len(first), device)
+        state, scaling = steady_state(len(first), device), PerTensor()
         rows = [state.row_of(number, "weight") for number in range(len(first))]
-        slots = [WeightSlot(torch.tensor([row], device=device), "e4m3", state, True) for row in rows]
+        generation = state.model.generation
+        slots = [Slot(state.indices[row], state, scaling, scaling, True, generation=generation) for row in rows]
 
-        def one_by_one(implementation: Callable[..., Any], at: int) -> list[Any]:
-            return [implementation(x, slot, "both") for x, slot in zip(copies[at], slots, strict=True)]
+        def ours(at: int) -> list[Cast]:
+            return casts.cast_weights(copies[at], slots, [None] * len(slots), BOTH)
 
-        def ours(at: int) -> list[Any]:
-            if device.type == "cuda":
-                return [operand[:3] for operand in ops.cast_weights(copies[at], slots, [None] * len(slots))]
-            return one_by_one(ops.cast_weight, at)
+        def theirs(at: int) -> list[Cast]:
+            return [one_by_torch(x, slot) for x, slot in zip(copies[at], slots, strict=True)]
 
-        def theirs(at: int) -> list[Any]:
-            return one_by_one(plain.cast_weight, at)
+        def one_by_torch(x: Tensor, slot: Slot) -> Cast:
+            cast, amax = scaling.quantized(x, BOTH)
+            state.record_weight(slot.index, amax, scaling.scale(amax))
+            return cast
 
         function = baselines.compiled(baselines.cast_weights, device)
 
-        def recorded(call: Callable[[int], list[Any]]) -> Results:
+        def recorded(call: Callable[[int], list[Cast]]) -> Results:
             state.amax.zero_()
-            return _of_weights([(*parts, state.amax[row]) for parts, row in zip(call(0), rows, strict=True)])
+            made = [parts(cast) for cast in call(0)]
+            return _of_weights([(*one[:3], state.amax[row]) for one, row in zip(made, rows, strict=True)])
 
         def variant(
             name: str, call: Callable[[int], Any], results: Callable[[], Results], limits: Tolerance
@@ -344,7 +368,7 @@ def update_scales(modules: int, size: str, length: int) -> Case:
             return Variant(name, lambda at: function(*copies[at]), check, count, refill)
 
         return [
-            variant("lightning_fp8", lambda *tensors: ops.update_scales(*tensors, False, 1.0), EXACT),
+            variant("lightning_fp8", lambda *tensors: casts.update_scales(*tensors, False, 1.0), EXACT),
             variant("torch", baselines.update_scales, EXACT),
             variant(baselines.COMPILED, baselines.compiled(baselines.update_scales, device), _QUOTIENTS),
             baselines.copy(nbytes, device),

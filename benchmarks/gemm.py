@@ -15,16 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.cast import slot_in_blocks
 from benchmarks.harness import Case
 from benchmarks.timing import Variant, copies_for
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import ops
+from lightning_fp8.core import casts
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm, kernels, plain, rule
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.group_kernels import both_taken
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Operand
+from lightning_fp8.scalings.per_block import PerBlock
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 # tokens, in_features, out_features
 LAYERS = (
@@ -124,6 +128,15 @@ class Gemm:
         return "e4m3" if self.kind == "fprop" or self.in_blocks else "e5m2"
 
     @property
+    def scalings(self) -> tuple[Scaling, Scaling]:
+        """Those of a and b."""
+        if self.mx:
+            return MX(), MX()
+        if self.in_blocks:
+            return PerBlock(), PerBlock(squares=self.kind != "wgrad")
+        return PerTensor(self.a_format), PerTensor()
+
+    @property
     def fast(self) -> bool:
         """Whether sums stay in the tensor cores (fast accumulation)."""
         return self.mx or (self.kind == "fprop" and not self.in_blocks)
@@ -157,8 +170,10 @@ class Gemm:
         operands = self.operands(device)
         expected = functools.cache(lambda: self.expected(operands[0]))
 
-        def fp8(inputs: Operands) -> tuple[Fp8Tensor, Fp8Tensor]:
-            return Fp8Tensor(inputs.a, inputs.a_inv, self.a_format), Fp8Tensor(inputs.b, inputs.b_inv, "e4m3")
+        of_a, of_b = self.scalings
+
+        def fp8(inputs: Operands) -> tuple[Operand, Operand]:
+            return Operand(inputs.a, inputs.a_inv, of_a), Operand(inputs.b, inputs.b_inv, of_b)
 
         def variant(name: str, fast: bool | None, call: Callable[[Operands], Tensor]) -> Variant:
             def check() -> str | None:
@@ -167,18 +182,15 @@ class Gemm:
             return Variant(name, lambda at: call(operands[at]), check, len(operands))
 
         by_the_rule = variant(
-            "lightning_fp8", self.fast, lambda inputs: ops.scaled_mm(*fp8(inputs), None, self.output, self.fast)
+            "lightning_fp8", self.fast, lambda inputs: casts.scaled_mm(*fp8(inputs), None, self.output, self.fast)
         )
         if self.in_blocks:
-            by_torch = plain.scaled_mm_mx if self.mx else plain.scaled_mm_in_blocks
-            return [
-                by_the_rule,
-                variant("cublaslt", self.fast, lambda inputs: by_torch(*fp8(inputs), None, self.output)),
-            ]
+            return [by_the_rule, variant("cublaslt", self.fast, lambda inputs: self.by_torch(*fp8(inputs)))]
         found = self.kernel(device)
         ours = []
         if found is not None:
-            ours = [variant("kernel", False, lambda inputs: gemm.launch(*found, *fp8(inputs), None, self.output))]
+            launch = functools.partial(gemm.launch, *found, bias=None, output=self.output)
+            ours = [variant("kernel", False, lambda inputs: launch(*both_taken(*fp8(inputs))))]
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
             return lambda inputs: torch._scaled_mm(
@@ -197,6 +209,12 @@ class Gemm:
             variant("cublaslt precise" if self.fast else "cublaslt fast", not self.fast, cublaslt(not self.fast)),
             variant("bf16", None, lambda inputs: inputs.a_values @ inputs.b_values.t()),
         ]
+
+    def by_torch(self, a: Operand, b: Operand) -> Tensor:
+        """The product in blocks by torch, which has none on the CPU."""
+        product = plain.scaled_mm_mx if self.mx else plain.scaled_mm_in_blocks
+        out = product(*both_taken(a, b), None, self.output)
+        return a.scaling.emulated_product(a, b, None, self.output) if out is None else out
 
     def operands(self, device: torch.device) -> list[Operands]:
         """Copies of the operands, as many as exceed the L2 cache."""
@@ -223,15 +241,11 @@ class Gemm:
         return Operands(a.view(torch.uint8), b.view(torch.uint8), a_inv, b_inv, a_values, b_values)
 
     def _in_blocks(self, device: torch.device) -> Operands:
-        a, b = self._values(device)
-        blocks = "e8m0" if self.mx else "float32"
-        a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot_in_blocks(False, blocks), "none", "rows")
-        if self.kind == "wgrad":
-            b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot_in_blocks(False, blocks), "none", "rows")
-        else:
-            b_fp8, _, b_inv, _ = ops.cast_weight_blocks(b, slot_in_blocks(True, blocks), "rows")
+        (a, a_inv, _), (b, b_inv, _) = (
+            scaling.quantize(x, self.k)[0] for scaling, x in zip(self.scalings, self._values(device), strict=True)
+        )
         # nothing is compared with bf16
-        return Operands(a_fp8, b_fp8, a_inv, b_inv, a_inv, b_inv)
+        return Operands(a, b, a_inv, b_inv, a_inv, b_inv)
 
     def expected(self, inputs: Operands) -> tuple[Tensor, Tensor, Tensor]:
         """Some rows of the product in fp64, the standard deviation of each sum, and the rows' indices."""

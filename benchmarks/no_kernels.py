@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels_cuda.launch import Kernel
-from lightning_fp8 import ops, scaling_state
+from lightning_fp8 import scaling_state
 from lightning_fp8.ops import library
 from lightning_fp8.ops.cuda import kernels
-
-# the operators that differ between devices
-_OPERATORS = [op for op in vars(ops).values() if isinstance(op, library.Operator) and op.cpu is not op.cuda]
-# the registration that compiled graphs call
-_OVERRIDES = torch.library.Library("lightning_fp8", "IMPL")
 
 
 class NoKernel(Kernel):
@@ -42,19 +37,11 @@ def no_kernel(variant: kernels.Variant, device: torch.device) -> Kernel:
     return NoKernel(None, variant.layout, variant.block, 0, variant.shared_bytes)
 
 
-def override_cpu(overrides: torch.library.Library) -> None:
-    """Let torch's operators run their CUDA functions on the CPU, as compiled graphs call them."""
-    for operator in _OPERATORS:
-        flat = library.with_flat_arguments(operator.signature, operator.cuda)
-        overrides.impl(operator.signature.name, flat, "CPU", allow_override=True)
-
-
 def serve_cpu(
     obtain: Callable[[kernels.Variant, torch.device], Kernel] = no_kernel,
     scaled_mm: Callable[..., Tensor] = no_scaled_mm,
 ) -> None:
     """Let the CUDA half serve CPU tensors, for the rest of the process, with these kernels and this FP8 GEMM."""
-    override_cpu(_OVERRIDES)
     library.cuda_on_cpu = True
     kernels._obtain = obtain  # type: ignore[assignment]
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]

@@ -37,7 +37,7 @@ from benchmarks.graph_networks import KINDS, graph, network
 from benchmarks.harness import append
 from lightning_fp8 import convert, describe
 from lightning_fp8.runtime.environment import environment, package_version
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 from lightning_fp8.tools.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent

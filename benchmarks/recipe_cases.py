@@ -27,7 +27,7 @@ from lightning_fp8.examples import ByteGPT, Digits, EncoderClassifier, StdlibTex
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.scaling import ScalingState
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 CONTEXT = 32
 # interval in steps at which casts are counted; prime, so that it meets every phase of a periodic event

@@ -38,7 +38,8 @@ import torch
 from benchmarks.harness import Row, append
 from benchmarks.recipe_cases import EVENTS, TRAININGS, train, watch
 from lightning_fp8.runtime.environment import environment
-from lightning_fp8.scaling.recipe import DelayedScaling, Recipe, as_recipe, recipe_fields
+from lightning_fp8.scalings.per_tensor import DelayedScaling
+from lightning_fp8.scalings.recipe import Recipe, as_recipe, recipe_fields
 from lightning_fp8.tools.tables import markdown_table
 
 BASELINE = "baseline"

@@ -25,7 +25,10 @@ from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
 from lightning_fp8.runtime.version import __version__ as __version__
-from lightning_fp8.scaling.recipe import RECIPES, BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from lightning_fp8.scalings.mx import MXScaling
+from lightning_fp8.scalings.per_block import BlockScaling
+from lightning_fp8.scalings.per_tensor import CurrentScaling, DelayedScaling
+from lightning_fp8.scalings.recipe import RECIPES
 from lightning_fp8.serialization.load import load_exported
 from lightning_fp8.serialization.write import export
 

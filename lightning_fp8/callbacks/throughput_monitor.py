@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.runtime.peaks import dense_fp8_flops
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 
 class Fp8ThroughputMonitor(ThroughputMonitor):

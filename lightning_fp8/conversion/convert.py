@@ -23,8 +23,8 @@ from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.precision import BF16, Choice
-from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.recipe import Recipe
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # layers of other libraries, which may have replaced ours

@@ -15,8 +15,8 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.ops.operand import live_states
-from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.recipe import Recipe
 
 
 class Member(NamedTuple):

@@ -26,8 +26,9 @@ from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.precision import Choice
-from lightning_fp8.scaling.recipe import DelayedScaling, Recipe
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.per_tensor import DelayedScaling
+from lightning_fp8.scalings.recipe import Recipe
 
 
 class NothingToConvertError(ValueError):

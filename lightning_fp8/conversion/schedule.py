@@ -20,8 +20,9 @@ from lightning_fp8.modules.paths import check_patterns_among, matches, named_mod
 from lightning_fp8.ops.formats import PRODUCTS
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.precision import AS_SET, BF16, Choice
-from lightning_fp8.scaling.recipe import RECIPES, CurrentScaling, ProductPrecision, Recipe
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.per_tensor import CurrentScaling
+from lightning_fp8.scalings.recipe import RECIPES, ProductPrecision, Recipe
 
 _PRECISIONS: tuple[str, ...] = get_args(ProductPrecision)
 _NAMES = (*_PRECISIONS, *RECIPES)

@@ -11,7 +11,7 @@ from lightning_fp8.modules.paths import as_patterns, matches
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.config import check_frozen_weights
-from lightning_fp8.scaling.recipe import KINDS, ProductPrecision, Recipe
+from lightning_fp8.scalings.recipe import ProductPrecision, Recipe, names_of_recipes
 
 # a precision for a layer, or for some of its products, by patterns on module paths
 Overrides = Mapping[str, str | Mapping[str, str]]
@@ -38,7 +38,7 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
 
 def _check_recipe(recipe: Any) -> None:
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"`recipe` must be {KINDS}, got {type(recipe).__name__}: {recipe!r}.")
+        raise TypeError(f"`recipe` must be {names_of_recipes()}, got {type(recipe).__name__}: {recipe!r}.")
 
 
 def _check_min_features(value: Any) -> None:

@@ -20,8 +20,8 @@ from lightning_fp8.conversion.settings import Overrides, checked_settings
 from lightning_fp8.modules.all_gather import on_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.scaling.config import FrozenWeights
-from lightning_fp8.scaling.recipe import Recipe, as_recipe
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.recipe import Recipe, as_recipe
 
 try:
     from transformers.trainer_callback import ExportableState, TrainerCallback

@@ -23,16 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.stamp import Stamped, stamp
-from lightning_fp8.ops.amaxes import scale_of_current
-from lightning_fp8.ops.operand import with_scale
 from lightning_fp8.scaling import optimizer_steps
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.launches import measure_weights
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 
 class _Scales:
@@ -69,7 +68,7 @@ class _Scales:
         self._gathered.add(place)
         if dtype not in self._scales:
             # rounding is monotonic, so the amax of the rounded weight is the rounded amax
-            self._scales[dtype] = scale_of_current(self._amax.to(dtype).float(), self.state.recipe.format_of("weight"))
+            self._scales[dtype] = self.state.recipe.scaling("weight").scale(self._amax.to(dtype).float())
             self._note(self._amax.to(dtype).float(), self._scales[dtype])
         return self._scales[dtype][place]
 
@@ -82,7 +81,7 @@ class _Scales:
     def _measure(self, group: dist.ProcessGroup) -> None:
         self._steps, self._made_of = optimizer_steps.count, [Stamped(weight) for weight in self.weights]
         self._gathered.clear()
-        self._amax = ops.measure_weights([weight._local_tensor.detach().flatten(1) for weight in self.weights])
+        self._amax = measure_weights([weight._local_tensor.detach().flatten(1) for weight in self.weights])
         # as integers, NaN is the largest
         dist.all_reduce(self._amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
         self._scales.clear()
@@ -103,7 +102,7 @@ class _Gathering:
         self.shard = weight._local_tensor
         self.scales = scales
         self.place = scales.join(gemm, weight)
-        self.k_by_n, self.format = gemm.k_by_n, gemm.state.recipe.format_of("weight")
+        self.k_by_n, self.scaling = gemm.k_by_n, cast(PerTensor, gemm.weight_scaling)
 
     def before(
         self,
@@ -119,7 +118,7 @@ class _Gathering:
             scale = self.scales.scale(self.place, dtype, mesh.get_group(), self.layer.training)
             x = self.shard.detach().to(dtype)
             x = x.reshape(len(x), math.prod(outer_size[1:]))
-            payload, _, scale_inv = ops.cast(x, with_scale(scale, self.format.name), "none", "rows")
+            payload, scale_inv, _ = self.scaling.with_scale(x, scale)
             padded: Tensor = payload.new_zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:])
             padded[: len(payload)] = payload.view(-1, *outer_size[1:])
         return (padded,), (scale_inv, outer_size[0])
@@ -131,7 +130,7 @@ class _Gathering:
         scale_inv, length = metadata
         payload = outputs[0][:length]
         payload = payload.t() if self.k_by_n else payload
-        content = Content(param_dtype, self.k_by_n, self.format, payload, scale_inv)
+        content = Content(param_dtype, self.k_by_n, self.scaling, payload, scale_inv)
         if out is not None:
             cast(Fp8Parameter, out).content = content
             return None
@@ -160,7 +159,7 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
             is_own = slots[id(weight)] == 1 and gemm.weight_cast.part is None
             if not (is_own and _is_sharded_by_rows(weight)) or gemm.precision.needs_weight:
                 continue
-            if gemm.weight_scaling.blocks:
+            if not isinstance(gemm.weight_scaling, PerTensor):
                 raise ValueError(
                     f"`fp8_all_gather` gathers each weight with one scale, and {gemm.state.recipe} gives each block of"
                     " it a scale of its own. Leave the argument out: the weights are gathered in bf16, and cast then."

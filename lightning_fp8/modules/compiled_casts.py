@@ -20,8 +20,8 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_together, is_plain
-from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scalings.operand import Cast
 
 _LOCK = threading.Lock()
 
@@ -93,18 +93,19 @@ def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
             gemm.weight_cast.put(weight, operand)
 
 
-def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
+def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Cast]:
     former = [_fitting(gemm, weight) for gemm, weight in stale]
     new = cast_together(stale, former, Phase.TRAINING if record else Phase.EVALUATION)
     targets, sources = [], []
     for former_cast, cast in zip(former, new, strict=True):
         if former_cast is None:
             continue
-        if cast.by_rows is former_cast.by_rows:
-            # written by a kernel: a backward that waits for the former payload must fail, not use this one
-            torch.autograd.graph.increment_version((former_cast.by_rows, former_cast.by_columns))
+        kept, made = _tensors(former_cast), _tensors(cast)
+        if made[0] is kept[0]:
+            # written by a kernel: a backward that waits for the former codes must fail, not use these
+            torch.autograd.graph.increment_version(kept[:2])
         copied = set()
-        for target, source in zip(former_cast[:4], cast[:4], strict=True):
+        for target, source in zip(kept, made, strict=True):
             # not what a kernel has written, nor a view of another part
             memory = target.untyped_storage().data_ptr()
             if target is not source and memory not in copied:
@@ -116,12 +117,22 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Fp8Operand]:
     return [cast if former_cast is None else former_cast for former_cast, cast in zip(former, new, strict=True)]
 
 
-def _fitting(gemm: Gemm, weight: Tensor) -> Fp8Operand | None:
+def _tensors(cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The codes and the scales of both layouts."""
+    rows, columns = cast.rows, cast.columns
+    # as `cast_together` makes them
+    assert rows is not None  # noqa: S101
+    assert columns is not None  # noqa: S101
+    return rows.codes, columns.codes, rows.scale_inv, columns.scale_inv
+
+
+def _fitting(gemm: Gemm, weight: Tensor) -> Cast | None:
     """The tensors that an earlier cast was written to, if this one fits them."""
-    operand = gemm.weight_cast.compiled_cast
-    if operand is None or operand.by_rows.device != weight.device or operand.by_rows.shape != gemm.n_by_k(weight).shape:
+    former = gemm.weight_cast.compiled_cast
+    codes = None if former is None or former.rows is None else former.rows.codes
+    if codes is None or codes.device != weight.device or codes.shape != gemm.n_by_k(weight).shape:
         return None
-    return operand
+    return former
 
 
 def _check(gemm: Gemm) -> None:

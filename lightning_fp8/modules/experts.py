@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from lightning_fp8.core.groups import cast_groups, groups_of, linear_groups
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen
 from lightning_fp8.modules.functional import (
@@ -23,10 +24,10 @@ from lightning_fp8.modules.functional import (
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.cuda.groups import has_kernels
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, DELAYED_ROLES
-from lightning_fp8.ops.groups import cast_groups_operand, groups_of, linear_groups
 from lightning_fp8.ops.library import backward_may_follow, is_exporting, may_get_gradient, on_gpu
 from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scalings.operand import Want
 
 # the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
 _FORM = ("has_gate", "has_bias", "is_transposed")
@@ -113,12 +114,12 @@ class Fp8Experts(Fp8Module):
         is_partial = not precision.in_fp8 or precision.in_bf16 or first.model.counts.values is not None
         if (
             is_partial
-            or slots["input", Phase.TRAINING].current.blocks
+            or not slots["input", Phase.TRAINING].rows.takes_groups
             or any(gemm.precision != precision for gemm in others)
         ):
             return False
         output = output_dtype(x)
-        formats = tuple(slots[role, Phase.TRAINING].format for role in DELAYED_ROLES)
+        formats = tuple(slots[role, Phase.TRAINING].rows.format for role in DELAYED_ROLES)
         for name, dtype in zip(stack_names(self), (x.dtype, output), strict=True):
             stack = cast(Tensor, getattr(self, name))
             dtypes = dtype, output, stack.dtype
@@ -131,12 +132,13 @@ class Fp8Experts(Fp8Module):
         gemms = [self.fp8[f"{name}.{expert}"] for expert in range(len(stack))]
         check_whole(gemms[0], stack)
         check_input(self, f"input of {name}", x, stack.detach()[0])
-        operand, slots = cast_stack(gemms, stack, phase), gemms[0].stack_slots
+        w8, slots = cast_stack(gemms, stack, phase), gemms[0].stack_slots
+        assert w8.rows is not None  # noqa: S101, all products are in FP8
         dtype, dy = output_dtype(x), slots["grad_output", phase]
-        bias = self._bias_for_groups(name, operand.by_rows.shape[:2], dtype)
+        bias = self._bias_for_groups(name, w8.rows.codes.shape[:2], dtype)
         keep = may_get_gradient(stack) and backward_may_follow()
-        x_fp8 = cast_groups_operand(x.detach(), slots["input", phase], groups, keep)
-        y: Tensor = linear_groups(x, stack, bias, x_fp8, operand, groups, dy, dtype, self.weight_is_k_by_n)
+        x8 = cast_groups(x.detach(), slots["input", phase], groups, Want(True, keep))
+        y: Tensor = linear_groups(x, stack, bias, *x8[:2], *w8[:2], groups, dy, dtype, self.weight_is_k_by_n)
         return y
 
     def _bias_for_groups(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:

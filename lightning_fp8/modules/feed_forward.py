@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
-from lightning_fp8 import ops
+from lightning_fp8.core.feed_forward import gated_mlp, mlp
+from lightning_fp8.core.operators import Layer
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.functional import (
@@ -27,7 +28,6 @@ from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.library import backward_may_follow, may_get_gradient
-from lightning_fp8.ops.operand import Layer
 
 _MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
@@ -120,11 +120,11 @@ def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Te
 
     Args:
         first: converted linear layer.
-        activation: one of ``lightning_fp8.ops.activations.ACTIVATIONS``; ``swiglu`` halves the width.
+        activation: one of ``lightning_fp8.ops.activations.FUSED``; ``swiglu`` halves the width.
         second: converted linear layer.
         x: fp32, bf16 or fp16.
     """
-    return _run_fused(ops.mlp, (first, second), x, activation)
+    return _run_fused(mlp, (first, second), x, activation)
 
 
 def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
     One kernel makes the product and casts it, and one makes both gradients and casts them. Backward keeps both inputs
     in FP8, and the outputs of gate and up.
     """
-    return _run_fused(ops.gated_mlp, (gate, up, down), x)
+    return _run_fused(gated_mlp, (gate, up, down), x)
 
 
 def _run_fused(
@@ -146,7 +146,8 @@ def _run_fused(
     gemms, phase, dtype = [part.fp8[""] for part in parts], parts[0].phase, output_dtype(x)
     *first, last = [_as_layer(part, phase, dtype) for part in parts]
     with_gradients = backward_may_follow()
-    x_fp8 = cast_input(gemms[0], x, phase, with_gradients and any(may_get_gradient(layer.weight) for layer in first))
+    keep = with_gradients and any(may_get_gradient(layer.weight) for layer in first)
+    x8 = cast_input(gemms[0], x, phase, keep, dtype)
     for gemm in gemms[1:-1]:
         # it takes the same cast
         let_go_of_input(gemm)
@@ -154,7 +155,7 @@ def _run_fused(
         x,
         *first,
         last,
-        x_fp8,
+        *x8[:2],
         gemms[-1].slots["input", phase],
         *(gemm.slots["grad_output", phase] for gemm in gemms),
         *activation,
@@ -168,9 +169,12 @@ def _run_fused(
 def _as_layer(layer: Fp8Module, phase: Phase, dtype: torch.dtype) -> Layer:
     """The layer's weight, its cast, and its bias for outputs of this dtype."""
     gemm, bias = layer.fp8[""], cast("Tensor | None", layer.bias)
-    weight, operand, is_kept = cast_weight(gemm, _weight(layer), phase)
+    weight, made, is_kept = cast_weight(gemm, _weight(layer), phase)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, weight.shape[0])
-    return Layer(weight, bias, bias_value, operand)  # type: ignore[arg-type]
+    # all products are in FP8
+    assert made is not None  # noqa: S101
+    assert made.rows is not None  # noqa: S101
+    return Layer(weight, bias, bias_value, made.rows, made.columns)
 
 
 def _weight(layer: nn.Module) -> Tensor:

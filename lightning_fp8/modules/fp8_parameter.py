@@ -11,18 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fp8 import ops
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, scale_of_current
-from lightning_fp8.ops.blocks import block_scale, square_amaxes
+from lightning_fp8.ops.arithmetic import by_columns, largest_of_blocks
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, E4M3, Fp8Format, dtype_name
 from lightning_fp8.ops.library import backward_may_follow, can_keep_copies
-from lightning_fp8.ops.operand import CurrentScale, WeightSlot, by_columns
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.operand import Operand, Slot, Want
+from lightning_fp8.scalings.per_tensor import PerTensor
+from lightning_fp8.scalings.stored import scaling_of_stored, shapes_of_scales
 
 _aten = torch.ops.aten
-# what a scale is for, by whether it is in E8M0
-_SCALED = {False: f"a matrix, for {BLOCK} x {BLOCK} or for a row", True: f"{e8m0.BLOCK} of a row or their squares"}
 
 
 @dataclass(eq=False)
@@ -34,14 +33,14 @@ class Content:
     Attributes:
         dtype: the dtype of the values.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
-        format: the FP8 format of the payload.
+        scaling: of payload and scales.
         payload: ``[N, K] uint8``.
         scale_inv: ``float32``, ``[]`` for the whole weight, ``[ceil(N/128), ceil(K/128)]`` for blocks of 128 x 128, or
             ``[N, 1]`` for rows; in E8M0 ``uint8``, ``[N, ceil(K/32)]`` for 32 of a row, or ``[ceil(N/32), ceil(K/32)]``
             for squares.
         is_frozen: whether there is no master, and no gradient.
-        blocks: how each block would be scaled if the values were rounded again, after a change of dtype, see
-            :class:`~lightning_fp8.ops.operand.CurrentScale`; empty for one scale.
+        rounding: the scaling by which the values would be rounded again, after a change of dtype; None for that of the
+            payload.
         largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
             largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. Of
             blocks with powers of two, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same
@@ -56,11 +55,11 @@ class Content:
 
     dtype: torch.dtype
     k_by_n: bool
-    format: Fp8Format
+    scaling: Scaling
     payload: Tensor
     scale_inv: Tensor
     is_frozen: bool = False
-    blocks: str = ""
+    rounding: Scaling | None = None
     largest: Tensor | None = None
     payload_t: Tensor | None = None
     changed: Tensor | None = None
@@ -72,7 +71,7 @@ class Content:
         """The values, in the shape of the weight and in its dtype."""
         if self.changed is not None:
             return self.changed
-        values = dequantized(self.payload, self.scale_inv, self.largest, self.dtype, self.format)
+        values = dequantized(self.payload, self.scale_inv, self.largest, self.dtype, self.scaling)
         return values.mT if self.k_by_n else values
 
     @property
@@ -83,9 +82,12 @@ class Content:
     @property
     def has_both_orders(self) -> bool:
         """Whether the codes and scales are those of the transposed weight too, so that dgrad multiplies with them."""
-        if self.changed is not None or self.scale_inv.dim() < 2:
-            return True
-        return e8m0.are_along_rows(self.scale_inv.mT, self.payload.mT)
+        return self.changed is not None or self.scaling.multiplies_transposed(self.rows)
+
+    @property
+    def rows(self) -> Operand:
+        """The weight ``[N, K]`` for fprop, or all matrices."""
+        return Operand(self.payload, self.scale_inv, self.scaling)
 
     def write(self, values: Tensor) -> None:
         """Hold these values unrounded. A frozen weight that has them already keeps its codes."""
@@ -101,19 +103,11 @@ class Content:
         if self.largest is not None:
             # the inverse of `scale_inv` may differ in the last bit
             amax = self.largest.amax()
-            current = CurrentScale(blocks=self.blocks)
-            return amax, block_scale(amax, self.format, current)[0] if self.blocks else scale_of_current(amax, E4M3)
-        # without its sign, a code is larger for a larger value
-        codes, scale_inv, block = self.payload & 0x7F, _as_matrices(self.scale_inv, self.payload), BLOCK
-        if scale_inv.dtype == torch.uint8:
-            scale_inv, block = e8m0.values_of(scale_inv), e8m0.BLOCK
-        for dim in (0, 1):
-            size, count = codes.shape[dim], scale_inv.shape[dim]
-            if count != size:
-                length = size if count == 1 else block
-                missing = torch.Size(-size % length if at == dim else other for at, other in enumerate(codes.shape))
-                codes = torch.cat((codes, codes.new_zeros(missing)), dim).unflatten(dim, (-1, length)).amax(dim + 1)
-        amaxes = (codes.view(self.format.dtype).float() * scale_inv).flatten()
+            return amax, self.scaling.scale(amax)
+        # without its sign, a code is larger for a larger value; no values of the whole weight are made
+        codes, scale_inv = self.payload & 0x7F, self.scaling.numbers(self.scale_inv)
+        largest = largest_of_blocks(codes, scale_inv.shape or (1, 1), self.scaling.block)
+        amaxes = (largest.view(self.scaling.fp8.dtype).float() * scale_inv).flatten()
         # an index would wait for a GPU
         at = amaxes.argmax()[None]
         return amaxes.index_select(0, at)[0], scale_inv.flatten().index_select(0, at)[0].reciprocal()
@@ -162,22 +156,21 @@ class Fp8Parameter(Tensor):
         """The values as a plain tensor."""
         return self.content.dequantized()
 
-    def operand_payloads(self) -> tuple[Tensor, Tensor]:
-        """The payloads of ``[N, K]``, by rows and by columns; of ``[E, N, K]`` those of all matrices."""
+    def codes(self) -> tuple[Tensor, Tensor]:
+        """The codes of ``[N, K]``, by rows and by columns; of ``[E, N, K]`` those of all matrices."""
         content, payload = self.content, self.content.payload.contiguous()
-        if content.payload_t is not None:
-            return payload, content.payload_t
-        if not content.has_both_orders:
-            # dgrad takes the values
-            return payload, payload.mT
-        has_scales = content.scale_inv.dim() > payload.dim() - 2
-        if not (backward_may_follow() and needs_transposed_payload(payload.device, payload.shape, has_scales)):
-            return payload, payload.mT
-        payload_t = by_columns(payload)
-        # FSDP frees a gathered payload, and would not free this
-        if content.is_frozen and can_keep_copies(payload):
-            content.payload_t = payload_t
-        return payload, payload_t
+        turned = content.payload_t
+        if turned is None:
+            turned = payload.mT
+            in_blocks = content.scaling.has_blocks
+            is_needed = backward_may_follow() and needs_transposed_payload(payload.device, payload.shape, in_blocks)
+            # where codes are not those of the transpose, dgrad takes the values
+            if is_needed and content.has_both_orders:
+                turned = by_columns(payload)
+                # FSDP frees a gathered payload, and would not free this
+                if content.is_frozen and can_keep_copies(payload):
+                    content.payload_t = turned
+        return payload, turned
 
     def place_in_graph(self) -> Tensor:
         """A tensor ``[N, K]`` without memory of its own, whose gradient is the weight's."""
@@ -196,7 +189,7 @@ class Fp8Parameter(Tensor):
             # only the dtype is another one: codes that came with their scales are never rounded
             return as_parameter(replace(content.mapped(lambda tensor: tensor.to(result.device)), dtype=result.dtype))
         plain = nn.Parameter(result, requires_grad=False)
-        again = frozen(plain, content.name, content.k_by_n, content.blocks)
+        again = frozen(plain, content.name, content.k_by_n, content.rounding or content.scaling)
         return plain if again is None else again
 
     @property
@@ -254,13 +247,13 @@ class Fp8Parameter(Tensor):
         return Fp8Parameter, (self.content, isinstance(self, nn.Parameter))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kind = self.content.format.name if self.is_fp8 else "values"
+        kind = self.content.scaling.format if self.is_fp8 else "values"
         return f"Fp8Parameter({tuple(self.shape)}, {kind}, {self.dtype})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool, Fp8Format, bool]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool, Scaling, bool]]:
         # for `torch.compile`
         fields = [field for field, value in vars(self.content).items() if isinstance(value, Tensor)]
-        return fields, (self.dtype, self.content.k_by_n, self.content.format, self.content.is_frozen)
+        return fields, (self.dtype, self.content.k_by_n, self.content.scaling, self.content.is_frozen)
 
     def _stable_hash_for_caching(self) -> str:
         # covers all that a compiled graph depends on
@@ -268,10 +261,10 @@ class Fp8Parameter(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], rest: tuple[torch.dtype, bool, Fp8Format, bool], size: object, stride: object
+        inner: dict[str, Tensor], rest: tuple[torch.dtype, bool, Scaling, bool], size: object, stride: object
     ) -> Fp8Parameter:
-        dtype, k_by_n, fmt, is_frozen = rest
-        return Fp8Parameter(Content(dtype, k_by_n, fmt, is_frozen=is_frozen, **inner))  # type: ignore[arg-type]
+        dtype, k_by_n, scaling, is_frozen = rest
+        return Fp8Parameter(Content(dtype, k_by_n, scaling, is_frozen=is_frozen, **inner))  # type: ignore[arg-type]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -379,15 +372,16 @@ def from_codes(
             f"The FP8 codes of {name!r} must be uint8 or {dtype_name(format.dtype)}, and their values float32, bfloat16"
             f" or float16; got {dtype_name(codes.dtype)} and {dtype_name(dtype)}."
         )
-    *experts, n, k = codes.shape if codes.dim() in (2, 3) else (0, 0, 0)
     in_e8m0 = scale_inv.dtype == torch.uint8
-    down, across = (-(-size // (e8m0.BLOCK if in_e8m0 else BLOCK)) for size in (n, k))
-    of_matrix: list[tuple[int, ...]] = [(n, across), (down, across)] if in_e8m0 else [(), (down, across), (n, 1)]
-    shapes = [(*experts, *shape) for shape in of_matrix]
-    if not codes.numel() or tuple(scale_inv.shape) not in shapes:
+    scaling = None
+    if codes.dim() in (2, 3) and codes.numel():
+        scaling = scaling_of_stored(codes.shape, scale_inv, format.name)
+    if scaling is None:
+        *experts, n, k = codes.shape if codes.dim() in (2, 3) else (0, 0, 0)
+        shapes = [(*experts, *shape) for shape, _ in shapes_of_scales(n, k, in_e8m0)]
         raise ValueError(
-            f"The FP8 codes of {name!r} must be [N, K] or [E, N, K], and not empty;"
-            f" their scales must be one for {_SCALED[in_e8m0]}: {str(shapes)[1:-1]}."
+            f"The FP8 codes of {name!r} must be [N, K] or [E, N, K], and not empty; their scales must be one for each"
+            f" matrix, row, block or group: {str(shapes)[1:-1]}."
             f" Got codes {tuple(codes.shape)} and scales {tuple(scale_inv.shape)}."
         )
     exact = scale_inv.detach() if in_e8m0 else scale_inv.detach().to(torch.float32)
@@ -397,49 +391,45 @@ def from_codes(
             raise ValueError(
                 f"The scales of {name!r} must be finite and above zero: from {numbers.min()} to {numbers.max()}."
             )
-        exact = e8m0.of_squares(exact) if in_e8m0 and exact.shape[-2] == n else exact
+        exact = e8m0.of_squares(exact) if in_e8m0 and exact.shape[-2] == codes.shape[-2] else exact
     payload = codes.detach().contiguous().view(torch.uint8)
     return as_parameter(
-        Content(dtype, k_by_n, format, payload, exact, is_frozen=True, name=name, scale_dtype=scale_inv.dtype)
+        Content(dtype, k_by_n, scaling, payload, exact, is_frozen=True, name=name, scale_dtype=scale_inv.dtype)
     )
 
 
-def frozen(weight: Tensor, name: str, k_by_n: bool, blocks: str = "") -> nn.Parameter | None:
+def frozen(weight: Tensor, name: str, k_by_n: bool, scaling: Scaling) -> nn.Parameter | None:
     """The FP8 parameter for a plain one; None if it is trained, has no values, or values that are not finite."""
     is_plain = type(weight) is nn.Parameter and weight.dtype in CASTABLE_DTYPES and weight.dim() in (2, 3)
     if not is_plain or weight.requires_grad or weight.is_meta:
         return None
     values = weight.detach().mT if k_by_n else weight.detach()
-    payload, scale_inv, amax = quantized(values, blocks)
+    payload, scale_inv, amax = quantized(values, scaling)
     if not bool(amax.isfinite().all()):
         return None
-    error = _relative_error(dequantized(payload, scale_inv, amax, weight.dtype), values)
-    content = Content(weight.dtype, k_by_n, E4M3, payload, scale_inv, True, blocks, amax, name=name, error=error)
+    error = _relative_error(dequantized(payload, scale_inv, amax, weight.dtype, scaling), values)
+    content = Content(weight.dtype, k_by_n, scaling, payload, scale_inv, True, None, amax, name=name, error=error)
     return as_parameter(replace(content, scale_dtype=scale_inv.dtype))
 
 
-def quantized(weight: Tensor, blocks: str = "") -> tuple[Tensor, Tensor, Tensor]:
-    """A weight ``[N, K]`` -> payload ``[N, K] uint8``, its inverse scale and its amax, both ``[] float32``.
-
-    With ``blocks`` the scales have the shape of :class:`Content`; so have the amaxes, but for powers of two.
-    For ``[E, N, K]`` all have a leading E.
-    """
+def quantized(weight: Tensor, scaling: Scaling = PerTensor()) -> tuple[Tensor, Tensor, Tensor]:  # noqa: B008, a value
+    """A weight ``[N, K]`` -> payload ``[N, K] uint8``, its inverse scales and its amaxes, see :class:`Content`; for
+    ``[E, N, K]`` all have a leading E."""
     if weight.dim() == 3:
-        return tuple(map(torch.stack, zip(*(quantized(mat, blocks) for mat in weight))))  # type: ignore[return-value]
+        return tuple(map(torch.stack, zip(*(quantized(mat, scaling) for mat in weight))))  # type: ignore[return-value]
     with torch.inference_mode(False), torch.no_grad():
         weight = weight.detach().contiguous()
         index = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        slot = WeightSlot(index, E4M3.name, None, False, CurrentScale(blocks=blocks))
-        cast_weight = ops.cast_weight_blocks if blocks else ops.cast_weight
-        payload, _, scale_inv, *_ = cast_weight(weight, slot, "rows")
-        if not slot.current.in_e8m0:
-            return payload, scale_inv, square_amaxes(weight) if blocks == "float32" else max_abs(weight)
-        codes = e8m0.from_tiles(scale_inv, len(payload), -(-payload.shape[1] // e8m0.BLOCK))
-        return payload, e8m0.of_squares(codes), max_abs(weight)
+        rows = cast(Operand, scaling.cast_weight(weight, Slot(index, None, scaling, scaling), Want()).rows)
+        return rows.codes, scaling.stored_scales(rows), scaling.amaxes_of_codes(weight)
 
 
 def dequantized(
-    payload: Tensor, scale_inv: Tensor, amax: Tensor | None, dtype: torch.dtype, format: Fp8Format = E4M3
+    payload: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    scaling: Scaling = PerTensor(),  # noqa: B008, a value
 ) -> Tensor:
     """The values of a payload. With an ``amax`` for each scale, their cast has the same payload and scale, if ``dtype``
     represents it.
@@ -448,23 +438,18 @@ def dequantized(
         # one by one, for the memory of the fp32 values
         out = torch.empty(payload.shape, dtype=dtype, device=payload.device)
         for at, matrix in enumerate(payload):
-            out[at] = dequantized(matrix, scale_inv[at], None if amax is None else amax[at], dtype, format)
+            out[at] = dequantized(matrix, scale_inv[at], None if amax is None else amax[at], dtype, scaling)
         return out
-    codes = payload.view(format.dtype).float()
-    values = codes * by_element(scale_inv, codes)
+    codes = payload.view(scaling.fp8.dtype).float()
+    values = codes * scaling.spread(scale_inv, codes)
     if amax is not None and amax.dim() == scale_inv.dim():
-        values = torch.where(codes.abs() == format.max, codes.sign() * by_element(amax, codes), values)
+        values = torch.where(codes.abs() == scaling.fp8.max, codes.sign() * scaling.spread(amax, codes), values)
     return values.to(dtype)
 
 
 def _matrices(weight: Tensor) -> Tensor:
     """``[E, N, K]`` of ``[N, K]`` or ``[E, N, K]``."""
     return weight if weight.dim() == 3 else weight[None]
-
-
-def _as_matrices(scale: Tensor, weight: Tensor) -> Tensor:
-    """Scales with as many dimensions as the weight."""
-    return scale[..., None, None] if scale.dim() == weight.dim() - 2 else scale
 
 
 def _relative_error(rounded: Tensor, values: Tensor) -> float:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, frozen, is_frozen
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
-from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.runtime.warn_once import warn_once
+from lightning_fp8.scalings.operand import Cast, Operand
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Module
 
 
-def fp8_only_operand(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) -> tuple[Tensor, Fp8Operand]:
-    """``[N, K]`` for autograd, and the operand of the GEMMs. After each change, updates the state as a cast does.
+def fp8_only_cast(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) -> tuple[Tensor, Cast]:
+    """``[N, K]`` for autograd, and its cast. After each change, updates the state as a cast does.
 
     ``weight`` is the parameter, or its matrix that the GEMM multiplies with.
     """
@@ -29,18 +29,17 @@ def fp8_only_operand(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) 
     if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not scale_inv and is_frozen(parameter):
         gemm.weight_cast.frozen_seen = scale_inv
         _note(gemm, parameter)
-    rows, columns = parameter.operand_payloads()
-    part = gemm.weight_cast.part
+    codes, turned = parameter.codes()
+    part, scaling = gemm.weight_cast.part, parameter.content.scaling
     if part is not None:
-        rows, columns, scale_inv = rows[part], columns[part], scale_inv[part]
-    columns_scale_inv = scale_inv.t() if scale_inv.dim() else scale_inv
-    operand = Fp8Operand(rows, columns, scale_inv, columns_scale_inv, parameter.content.format.name)
-    return weight.place_in_graph(), operand
+        codes, turned, scale_inv = codes[part], turned[part], scale_inv[part]
+    columns = Operand(turned, scaling.transposed_scales(scale_inv), scaling)
+    return weight.place_in_graph(), Cast(Operand(codes, scale_inv, scaling), columns)
 
 
 def _note(gemm: Gemm, parameter: Fp8Parameter) -> None:
     # a change of dtype rounds as the recipe says
-    parameter.content.blocks = gemm.weight_scaling.blocks
+    parameter.content.rounding = gemm.weight_scaling
     weight = cast(Fp8Parameter, gemm.matrix(parameter))
     gemm.state.record_weight(gemm.slots["weight", Phase.TRAINING].index, *weight.content.amax_and_scale())
 
@@ -88,7 +87,7 @@ def free_masters(layer: Fp8Module) -> None:
             weight = give_master(layer, gemms, weight)
         first = gemms[0]
         fp8_only = all(gemm.weight_cast.fp8_only for gemm in gemms)
-        parameter = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling.blocks) if fp8_only else None
+        parameter = frozen(weight, first.weight_name, first.k_by_n, first.weight_scaling) if fp8_only else None
         if parameter is not None:
             replace_weight(layer, gemms, weight, parameter)
     for gemm, weight in layer.gemms():

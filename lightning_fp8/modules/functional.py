@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8 import ops
+from lightning_fp8.core import casts as ops
+from lightning_fp8.core.linear import in_rows, linear
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
-from lightning_fp8.modules.frozen_layers import fp8_only_operand, with_master
+from lightning_fp8.modules.frozen_layers import fp8_only_cast, with_master
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.tensor_classes import has_own_operators, kind_of
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_stale, cast_together
-from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import BLOCK, per_row
-from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS
+from lightning_fp8.ops.dequantize import keep_values
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import (
     backward_may_follow,
     can_keep_copies,
@@ -32,8 +32,11 @@ from lightning_fp8.ops.library import (
     may_get_gradient,
     on_gpu,
 )
-from lightning_fp8.ops.operand import Fp8Operand, as_stack
+from lightning_fp8.ops.operand import as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.operand import Cast, Operand, Want
+from lightning_fp8.scalings.products import sides_of_weight
 
 
 class Fp8Weight(NamedTuple):
@@ -41,44 +44,31 @@ class Fp8Weight(NamedTuple):
 
     Attributes:
         weight: ``[N, K]``, for autograd.
-        operand: its FP8 cast, for the GEMMs; None if no product of the layer takes one.
+        cast: in FP8; None if no product of the layer takes it.
         is_kept: whether later forwards reuse the cast.
     """
 
     weight: Tensor
-    operand: Fp8Operand | None
+    cast: Cast | None
     is_kept: bool = False
 
     def rows(self, rows: slice, of: Gemm) -> Fp8Weight:
-        """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block.
-
-        A weight without a master is never cast: such a slice of it has a scale for each block of a row.
-        """
-        weight, operand = take_rows(self.weight, rows), self.operand
-        if operand is None:
+        """A slice of the N rows, with the scales of the whole weight; cast separately if it splits a block."""
+        weight, cast, count = take_rows(self.weight, rows), self.cast, len(self.weight)
+        if cast is None:
             return Fp8Weight(weight, None)
         if weight is self.weight:
             return self
-        in_tiles = operand.scale_inv.dtype == torch.uint8 and operand.scale_inv.dim() == 1
-        side = e8m0.BLOCK if operand.scale_inv.dtype == torch.uint8 else BLOCK
-        splits_block = in_tiles or rows.start % side or rows.stop % side
-        if of.weight_scaling.blocks and splits_block and not is_held(of.weight):
+        sides = (cast.rows, False), (cast.columns, True)
+        parts = [side and side.scaling.part(side, rows, count, turned) for side, turned in sides]
+        if any(side is not None and part is None for (side, _), part in zip(sides, parts, strict=True)):
+            if is_held(of.weight):
+                split = [side and side.scaling.split_part(side, rows, count, turned) for side, turned in sides]
+                return self._replace(weight=weight, cast=Cast(split[0], split[1]))
             # without the state, which must keep the amax and scale of the whole weight
-            slot = of.slots["weight", Phase.EVALUATION]._replace(state=None)
-            return Fp8Weight(weight, ops.cast_weight_operand(weight.detach(), slot, backward_may_follow()))
-        if operand.scale_inv.dim() and len(operand.scale_inv) > 1:
-            scales = operand.scale_inv
-            if len(scales) == len(self.weight):
-                scales = scales[rows]
-            elif splits_block:
-                # a scale for each row says the same
-                scales = per_row(scales, len(self.weight))[rows]
-            else:
-                scales = scales[rows.start // side : rows.stop // side]
-            operand = operand._replace(scale_inv=scales, columns_scale_inv=scales.t())
-        # without gradients the payload by columns may be empty
-        columns = operand.by_columns[:, rows] if operand.by_columns.dim() == 2 else operand.by_columns
-        return self._replace(weight=weight, operand=operand._replace(by_rows=operand.by_rows[rows], by_columns=columns))
+            slot = of.weight_slot(Phase.EVALUATION)._replace(state=None)
+            return Fp8Weight(weight, ops.cast_weight(weight.detach(), slot, Want(True, backward_may_follow())))
+        return self._replace(weight=weight, cast=Cast(parts[0], parts[1]))
 
 
 def take_rows(tensor: Tensor, rows: slice) -> Tensor:
@@ -87,7 +77,7 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None = None) -> Fp8Weight:
-    """The FP8 cast of a weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed.
+    """A weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed, with its FP8 cast.
 
     Where the weight is a matrix of a parameter ``[E, N, K]``, ``part`` is that matrix, for autograd.
 
@@ -109,16 +99,16 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
     keep_columns = backward_may_follow()
     trains = phase is Phase.TRAINING
     may_keep = weight_cast.is_kept and (trains or weight_cast.assumptions > 0) and can_keep_copies(parameter)
-    operand = weight_cast.get(parameter) if may_keep else None
+    kept = weight_cast.get(parameter) if may_keep else None
     if (
-        operand is not None
-        and (not keep_columns or operand.by_columns.dim() == 2)
+        kept is not None
+        and (not keep_columns or kept.columns is not None)
         and (parameter.requires_grad or not _must_count(gemm, phase))
     ):
-        return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, operand, True)
+        return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, kept, True)
     check_same_device(gemm, parameter)
     if is_held(parameter):
-        return Fp8Weight(*fp8_only_operand(gemm, parameter, cast(Fp8Parameter, weight)))
+        return Fp8Weight(*fp8_only_cast(gemm, parameter, cast(Fp8Parameter, weight)))
     if weight_cast.fp8_only or is_frozen(parameter):
         parameter = with_master(gemm, parameter)
         weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
@@ -127,22 +117,22 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
     # `functional_call` may have lent the layer another weight
     if weight_cast.compiled_cast_is_current and is_dynamo_compiling() and parameter is weight_cast.compiled_from:
         return Fp8Weight(weight, weight_cast.compiled_cast)
-    operand = cast_stale(gemm, parameter) if may_keep and trains else None
-    if operand is None:
+    made = cast_stale(gemm, parameter) if may_keep and trains else None
+    if made is None:
         with normal_tensors() if may_keep else nullcontext():
-            operand = ops.cast_weight_operand(weight.detach(), gemm.slots["weight", phase], keep_columns)
+            made = ops.cast_weight(weight.detach(), gemm.weight_slot(phase), Want(True, keep_columns))
         if may_keep:
-            weight_cast.put(parameter, operand)
-            if weight_cast.assumptions and not on_gpu(parameter):
+            weight_cast.put(parameter, made)
+            if weight_cast.assumptions and not on_gpu(parameter) and made.rows is not None:
                 # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
-                ops.keep_values(operand)
-    return Fp8Weight(weight, operand, may_keep)
+                keep_values(made.rows.codes, made.rows.scaling.format)
+    return Fp8Weight(weight, made, may_keep)
 
 
-def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Fp8Operand:
-    """The FP8 casts of all matrices of a stack: payloads ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``.
+def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Cast:
+    """The FP8 casts of all matrices of a stack: codes ``[E, N, K]`` and ``[E, K, N]``, scale_inv ``[E]``.
 
-    Without gradients the payload by columns may be empty, ``[E, 0]``.
+    Without gradients the operand by columns may be None.
     """
     weight_cast = gemms[0].weight_cast
     trains = phase is Phase.TRAINING
@@ -150,17 +140,24 @@ def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Fp8Operand
     may_keep = may_keep and can_keep_copies(stack)
     if may_keep and (trains or weight_cast.get(stack) is not None):
         parts = zip(gemms, stack.detach().unbind(), strict=True)
-        operands = [cast(Fp8Operand, cast_weight(gemm, stack, phase, part).operand) for gemm, part in parts]
+        casts = [cast(Cast, cast_weight(gemm, stack, phase, part).cast) for gemm, part in parts]
     else:
         check_kind(gemms[0], stack)
         check_same_device(gemms[0], stack)
         together, keep = [(gemm, stack) for gemm in gemms], backward_may_follow()
         with normal_tensors() if may_keep else nullcontext():
-            operands = cast_together(together, [None] * len(gemms), phase, keep)
-        for gemm, operand in zip(gemms, operands, strict=True) if may_keep else ():
-            gemm.weight_cast.put(stack, operand)
-    rows, columns, scale_inv = map(as_stack, list(zip(*operands, strict=True))[:3])
-    return Fp8Operand(rows, columns, scale_inv, scale_inv, operands[0].format)
+            casts = cast_together(together, [None] * len(gemms), phase, keep)
+        for gemm, made in zip(gemms, casts, strict=True) if may_keep else ():
+            gemm.weight_cast.put(stack, made)
+    return Cast(_stacked([made.rows for made in casts]), _stacked([made.columns for made in casts]))
+
+
+def _stacked(operands: Sequence[Operand | None]) -> Operand | None:
+    if operands[0] is None:
+        return None
+    parts = cast(Sequence[Operand], operands)
+    codes, scale_inv = [part.codes for part in parts], [part.scale_inv for part in parts]
+    return Operand(as_stack(codes), as_stack(scale_inv), operands[0].scaling)
 
 
 def _must_count(gemm: Gemm, phase: Phase) -> bool:
@@ -207,25 +204,29 @@ def check_same_device(gemm: Gemm, parameter: Tensor) -> None:
 
 
 def cast_input(
-    gemm: Gemm, x: Tensor, phase: Phase, keep: bool, by_rows: bool = True, watched: bool = True
-) -> Fp8Operand:
-    """x ``[*, K]`` in FP8: by rows if forward needs that (``by_rows``), by columns if backward does (``keep``).
+    gemm: Gemm, x: Tensor, phase: Phase, keep: bool, dtype: torch.dtype, rows: bool = True, watched: bool = True
+) -> Cast:
+    """The cast of x ``[*, K]``: for fprop (``rows``), and for wgrad if backward needs that (``keep``).
 
     Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
     changes, nor does a trace or a transform of ``torch.func`` show them; with gradients, AOTAutograd merges casts that
     have the same arguments.
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
-    values = x.detach() if x.dim() == 2 else ops.in_rows(x.detach())
+    values = x.detach() if x.dim() == 2 else in_rows(x.detach())
+    want = Want(rows, keep, dtype=dtype)
     if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
-        return ops.cast_operand(values, slot, "none", keep, by_rows, watched)
-    circumstances = phase, gemm.model.changes
-    operand: Fp8Operand | None = shared.take("fp8", gemm.module, x, circumstances)
-    if operand is None or (keep and operand.by_columns.dim() != 2) or (by_rows and operand.by_rows.dim() != 2):
-        by_columns = keep or (backward_may_follow() and gemm.sharers_need_columns())
-        operand = ops.cast_operand(values, slot, "none", by_columns, by_rows, watched)
-        shared.put("fp8", gemm.module, x, circumstances, operand)
-    return operand
+        return ops.cast(values, slot, want, watched)
+    circumstances = phase, gemm.model.changes, dtype
+    # layers may differ in their products: what each takes, by its scaling and by whether it is by columns
+    made: dict[tuple[Scaling, bool], Operand] = shared.take(gemm.module, x, circumstances) or {}
+    sides = (slot.rows, False), (slot.columns, True)
+    if (rows and sides[0] not in made) or (keep and sides[1] not in made):
+        keep = keep or (backward_may_follow() and gemm.sharers_need_columns())
+        new = ops.cast(values, slot, want._replace(columns=keep), watched)
+        made = made | {side: of for side, of in zip(sides, new[:2], strict=True) if of is not None}
+        shared.put(gemm.module, x, circumstances, made)
+    return Cast(made.get(sides[0]), made.get(sides[1]))
 
 
 def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, phase: Phase) -> Tensor:
@@ -236,60 +237,21 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, ph
     Raises:
         ValueError: if the bias does not have one element for each of the N outputs.
     """
-    dtype, (parameter, operand, is_kept) = output_dtype(x), weight
-    if operand is None or gemm.precision.in_bf16:
-        return _linear_in_part(gemm, x, weight, bias, phase, dtype)
-    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, operand.by_rows.shape[0])
-    watched, keep = is_watched(x), may_get_gradient(parameter) and backward_may_follow()
-    x_fp8 = cast_input(gemm, x, phase, keep, watched=watched)
-    dy = gemm.slots["grad_output", phase]
-    linear = ops.linear if watched else ops.linear.cpu
-    return linear(x, parameter, bias, bias_value, x_fp8, operand, dy, dtype)  # type: ignore[no-any-return]
-
-
-def _linear_in_part(
-    gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, phase: Phase, dtype: torch.dtype
-) -> Tensor:
-    """Like :func:`fp8_linear`, for a layer with products that are not in FP8: all of them if it fell back."""
-    (parameter, operand, is_kept), precision = weight, gemm.precision
+    dtype, (parameter, kept, is_kept), precision = output_dtype(x), weight, gemm.precision
     with_gradients = backward_may_follow()
     if not (precision.in_fp8 and (with_gradients or precision.fprop_in_fp8)):
         let_go_of_input(gemm)
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
-    fprop, dgrad, wgrad = (product in precision.in_bf16 for product in PRODUCTS)
-    nothing, unscaled = x.new_empty(0), torch.ones((), device=x.device)
-    x_operand = Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["input", Phase.TRAINING].format)
-    w_operand = operand or Fp8Operand(nothing, nothing, unscaled, unscaled, gemm.slots["weight", Phase.TRAINING].format)
-    keep = with_gradients and may_get_gradient(parameter)
-    if not fprop or (keep and not wgrad):
-        x_operand = cast_input(gemm, x, phase, keep and not wgrad, not fprop)
-    else:
-        let_go_of_input(gemm)
-    if fprop or (keep and wgrad):
-        plain = ops.in_rows(_rounded_input(gemm, x, dtype))
-        x_operand = x_operand._replace(
-            by_rows=plain if fprop else x_operand.by_rows, by_columns=plain.t() if wgrad else x_operand.by_columns
-        )
-    if fprop or (with_gradients and dgrad):
-        plain = parameter.detach().to(dtype)
-        w_operand = w_operand._replace(
-            by_rows=plain if fprop else w_operand.by_rows, by_columns=plain.t() if dgrad else w_operand.by_columns
-        )
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, len(parameter))
+    watched, keep = is_watched(x), may_get_gradient(parameter) and with_gradients
+    x8 = cast_input(gemm, x, phase, keep, dtype, watched=watched)
+    w8 = kept
+    if kept is None or precision.in_bf16:
+        want = Want(True, with_gradients, dtype=dtype)
+        w8 = sides_of_weight(parameter.detach(), kept, gemm.slots["weight", phase], want)
     dy = gemm.slots["grad_output", phase]
-    return ops.linear(x, parameter, bias, bias_value, x_operand, w_operand, dy, dtype)  # type: ignore[no-any-return]
-
-
-def _rounded_input(gemm: Gemm, x: Tensor, dtype: torch.dtype) -> Tensor:
-    shared = gemm.shared_input
-    # a compiler merges these casts by itself
-    if shared is None or x.dtype == dtype or torch.compiler.is_compiling() or x.is_inference() or in_transform():
-        return x.detach().to(dtype)
-    values: Tensor | None = shared.take("rounded", gemm.module, x, (dtype,))
-    if values is None:
-        values = x.detach().to(dtype)
-        shared.put("rounded", gemm.module, x, (dtype,), values)
-    return values
+    run = linear.watched if watched else linear.run
+    return run(x, parameter, bias, bias_value, *x8[:2], *w8[:2], dy, dtype)  # type: ignore[index, no-any-return]
 
 
 def let_go_of_input(gemm: Gemm) -> None:

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.modules.phase import Phase, uses_training_scale
+from lightning_fp8.modules.phase import Phase, casting_of
 from lightning_fp8.modules.shared_input import SharedInput
 from lightning_fp8.modules.stamp import is_sharded
 from lightning_fp8.modules.tensor_classes import kind_of
 from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
-from lightning_fp8.ops.formats import Role
-from lightning_fp8.ops.operand import CurrentScale, Slot, WeightSlot
+from lightning_fp8.ops.formats import ROLES, Role
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
+from lightning_fp8.scaling.plan import plan_of
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.operand import Slot
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.base import Fp8Module
@@ -43,6 +44,7 @@ class Gemm:
         precision: which of the products run in FP8.
         slots: the places of its tensors in the state, by role and by what a forward is part of. Made again when
             anything in them changes; one tuple serves all forwards.
+        weight_scaling: how the weight is scaled in FP8.
         stack_slots: the same for the tensors of all matrices of a stack, where this is the first one.
         weight_cast: the FP8 cast of the weight, as it is kept between forwards.
         converted_from: dtype and class of the weight at the conversion, for messages.
@@ -65,7 +67,11 @@ class Gemm:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy belongs to the copied layer, whose `__setstate__` sets the owner
-        state = {name: value for name, value in self.__dict__.items() if name not in ("slots", "stack_slots")}
+        state = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("slots", "stack_slots", "weight_scaling")
+        }
         return {**state, "_owner": None}
 
     def belong_to(self, layer: Fp8Module, name: str) -> None:
@@ -131,10 +137,10 @@ class Gemm:
         layer = self.layer
         return None if layer is None or self._owner is None else layer.gemm_weight(self._owner.gemm)
 
-    @property
-    def weight_scaling(self) -> CurrentScale:
-        """How the weight is scaled by its values."""
-        return self.slots["weight", Phase.TRAINING].current
+    def weight_slot(self, phase: Phase) -> Slot:
+        """The slot of the weight in FP8, whichever products run in bf16 now."""
+        scaling = self.weight_scaling
+        return self.slots["weight", phase]._replace(rows=scaling, columns=scaling)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """This GEMM's weight: a part of ``weight`` if that is a tensor ``[E, ...]`` of several ones."""
@@ -182,24 +188,20 @@ class Gemm:
 
     def place(self) -> None:
         """Make the slots again, as the state, its precisions or what the layer shares have changed."""
-        state, recipe = self.state, self.state.recipe
-        self.slots: dict[tuple[Role, Phase], Any] = {}
+        state, generation = self.state, self.model.generation
+        plan = plan_of(state.recipe, self.precision.in_bf16, self.precision.is_current)
+        self.weight_scaling = plan_of(state.recipe).weight[0]
+        self.slots: dict[tuple[Role, Phase], Slot] = {}
         for phase in Phase:
             records = phase is Phase.TRAINING
-            for role in ("input", "grad_output"):
-                current = self.model.scaling_of(
-                    self.precision, uses_training_scale(phase, role), self.split_over.get(role, "")
-                )
+            for role in ROLES:
                 # one index tensor for all layers that share their input, so that a compiler can merge their casts
                 shared = self.shared_input if role == "input" else None
                 module = self.module if shared is None else shared.modules[0]
                 index = state.indices[state.row_of(module, role)]
-                fmt = recipe.format_of(role).name
-                place = state.scale, state.amax_history, index, fmt, state, records
-                self.slots[role, phase] = Slot(*place, current, self.model.generation)
-            index, fmt = state.indices[state.row_of(self.module, "weight")], recipe.format_of("weight").name
-            current = CurrentScale(blocks=recipe.current.blocks)
-            self.slots["weight", phase] = WeightSlot(index, fmt, state, records, current)
+                casting, group = casting_of(phase, role), self.split_over.get(role, "")
+                rows, columns = getattr(plan, role)
+                self.slots[role, phase] = Slot(index, state, rows, columns, records, casting, group, generation)
         if self.weight_cast.part == 0 and (stack := self.weight) is not None:
             self.stack_slots = {
                 (role, phase): slot._replace(index=self.model.index_of(state.row_of(self.module, role), len(stack)))
@@ -211,7 +213,9 @@ class Gemm:
         """Set the process groups that tensors are split over, by role."""
         if over != self.split_over:
             self.split_over = over
-            self.place()
+            # not by `place`, as compilers trace this
+            for (role, phase), slot in self.slots.items():
+                self.slots[role, phase] = slot._replace(group=over.get(role, ""))
 
     def to(self, device: torch.device) -> None:
         """Move the state, which only the first layer of a model has to do."""

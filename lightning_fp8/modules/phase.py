@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from lightning_fp8.ops.formats import Role
+from lightning_fp8.scalings.operand import Casting
 
 
 class Phase(Enum):
@@ -22,10 +23,13 @@ class Phase(Enum):
     EVALUATION = "evaluation"
 
 
-def uses_training_scale(phase: Phase, role: Role) -> bool:
-    """Whether a tensor is scaled as the recipe says for training.
+def casting_of(phase: Phase, role: Role) -> Casting:
+    """Which scale a tensor is cast with.
 
     A gradient that is not recorded belongs to another loss than those of training, as in saliency, attacks and
     guidance, and a history of theirs would clip it.
     """
-    return phase is Phase.TRAINING or (phase is Phase.REPLAY and role == "input")
+    if role == "weight":
+        return Casting.OWN
+    is_training = phase is Phase.TRAINING or (phase is Phase.REPLAY and role == "input")
+    return Casting.HISTORY if is_training else Casting.OWN_POWER_OF_2

@@ -31,41 +31,43 @@ class SharedInput:
 
     def __init__(self, modules: Sequence[int]) -> None:
         self.modules = tuple(modules)
-        self._made: dict[str, _Made] = {}
+        self._made: _Made | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": self.modules, "_made": {}}
+        return {"modules": self.modules, "_made": None}
 
-    def take(self, kind: str, module: int, x: Tensor, circumstances: tuple[Hashable, ...]) -> Any:
+    def take(self, module: int, x: Tensor, circumstances: tuple[Hashable, ...]) -> Any:
         """What an earlier layer has made of ``x``; None if it is not valid for this one, given by its position. The
         last layer frees it."""
         if module == self.modules[0]:
             return None
         # read once: another thread may replace it
-        entry = self._made.pop(kind, None) if module == self.modules[-1] else self._made.get(kind)
+        entry = self._made
+        if module == self.modules[-1]:
+            self._made = None
         is_valid = entry is not None and entry.x() is x and entry.circumstances == _now(x, circumstances)
         return entry.value if entry is not None and is_valid else None
 
-    def put(self, kind: str, module: int, x: Tensor, circumstances: tuple[Hashable, ...], value: Any) -> None:
+    def put(self, module: int, x: Tensor, circumstances: tuple[Hashable, ...], value: Any) -> None:
         """Keep what a layer, given by its position, has made of ``x``, for the later layers and while ``x`` exists.
 
         If a later layer was given another tensor, what the other layers use stays.
         """
         if module == self.modules[-1]:
             return
-        entry = self._made.get(kind)
+        entry = self._made
         if module == self.modules[0] or entry is None or entry.x() is x:
-            self._made[kind] = _Made(weakref.ref(x, self._drop_with), _now(x, circumstances), value)
+            self._made = _Made(weakref.ref(x, self._drop_with), _now(x, circumstances), value)
 
     def pass_by(self, module: int) -> None:
         """A layer takes nothing; if it is the last one, nothing is kept."""
         if module == self.modules[-1]:
-            self._made.clear()
+            self._made = None
 
     def _drop_with(self, x: weakref.ref[Tensor]) -> None:
-        for kind, entry in list(self._made.items()):
-            if entry.x is x:
-                self._made.pop(kind, None)
+        entry = self._made
+        if entry is not None and entry.x is x:
+            self._made = None
 
 
 def _now(x: Tensor, circumstances: tuple[Hashable, ...]) -> tuple[Hashable, ...]:

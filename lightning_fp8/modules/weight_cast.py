@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.modules.stamp import Stamped
-from lightning_fp8.ops.operand import Fp8Operand
 from lightning_fp8.scaling import optimizer_steps
+from lightning_fp8.scalings.operand import Cast
 
 _LOCK = threading.Lock()
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class KeptCast(Generic[T]):
         return {**self.__dict__, "_made_of": None, "_cast": None, "_last_used": 0, "assumptions": 0}
 
 
-class WeightCast(KeptCast[Fp8Operand]):
+class WeightCast(KeptCast[Cast]):
     """The FP8 cast of a weight, and in which form the weight exists.
 
     Attributes:
@@ -91,7 +91,7 @@ class WeightCast(KeptCast[Fp8Operand]):
         self.sharded: Sequence[Tensor | None] = ()
         self.fp8_only = False
         self.frozen_seen: Tensor | None = None
-        self.compiled_cast: Fp8Operand | None = None
+        self.compiled_cast: Cast | None = None
         self.compiled_from: Tensor | None = None
         self.compiled_cast_is_current = False
         self.may_have_compiled_cast = True

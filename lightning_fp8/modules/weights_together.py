@@ -7,14 +7,14 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from lightning_fp8 import ops
+from lightning_fp8.core.casts import cast_weights
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.formats import CASTABLE_DTYPES
-from lightning_fp8.ops.operand import Fp8Operand
+from lightning_fp8.scalings.operand import Cast, Want
 
 
-def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
+def cast_stale(first: Gemm, weight: Tensor) -> Cast | None:
     """Cast ``weight``, the weight of ``first``, together with every other stale weight whose last cast was used.
 
     Returns the operand of ``first``, or None if nothing was cast, because ``weight`` is not a plain parameter with its
@@ -44,11 +44,12 @@ def cast_stale(first: Gemm, weight: Tensor) -> Fp8Operand | None:
 
 
 def cast_together(
-    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Fp8Operand | None], phase: Phase, keep: bool = True
-) -> list[Fp8Operand]:
-    """The casts of weights of one model, as :func:`lightning_fp8.ops.cast_weights` makes them."""
+    weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Cast | None], phase: Phase, keep: bool = True
+) -> list[Cast]:
+    """The casts of weights of one model for both of their products, as :func:`lightning_fp8.core.casts.cast_weights`
+    makes them; without ``keep`` for fprop alone. Whatever products a layer has in bf16, its weight's cast has both."""
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
-    return ops.cast_weights(tensors, [gemm.slots["weight", phase] for gemm, _ in weights], out, keep)
+    return cast_weights(tensors, [gemm.weight_slot(phase) for gemm, _ in weights], out, Want(True, keep))
 
 
 def _trains(gemm: Gemm) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -54,3 +55,33 @@ def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
         return aten.silu_backward(dy, x)
     gate, up = x.chunk(2, dim=-1)
     return torch.cat(gated_gradients(gate, up, dy), dim=-1)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of one tensor, or of gate and up.
+
+    Attributes:
+        inputs: how many tensors it takes.
+        value: of its inputs.
+        gradients: of its inputs, from these and the gradient of the value.
+    """
+
+    inputs: int
+    value: Callable[..., Tensor]
+    gradients: Callable[..., tuple[Tensor, ...]]
+
+
+_aten = torch.ops.aten
+# by the name that kernels know
+FUSED = {
+    "relu": Activation(1, F.relu, lambda x, dy: (_aten.threshold_backward(dy, x, 0),)),
+    "gelu": Activation(1, F.gelu, lambda x, dy: (_aten.gelu_backward(dy, x, approximate="none"),)),
+    "gelu_tanh": Activation(
+        1,
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x, dy: (_aten.gelu_backward(dy, x, approximate="tanh"),),
+    ),
+    "silu": Activation(1, F.silu, lambda x, dy: (_aten.silu_backward(dy, x),)),
+    "swiglu": Activation(2, gated, gated_gradients),
+}

@@ -6,13 +6,10 @@ Nothing here waits for a device.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import Fp8Format
-from lightning_fp8.ops.operand import CurrentScale, ScaleFrom
 
 FP32_MAX = torch.finfo(torch.float32).max
 # side length of a block, for tensors whose blocks each have a scale in fp32
@@ -27,38 +24,10 @@ def max_abs(x: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def record_amax(amax: Tensor, index: Tensor, current: Tensor) -> None:
-    """``amax[index] = max(amax[index], current)``: index ``[1] int64``, current ``[] float32``. Never synchronises."""
-    # The bits of non-negative floats as integers: NaN > inf > every finite value, so nothing non-finite is lost.
-    amax.view(torch.int32).scatter_reduce_(0, index, current.view(torch.int32)[None], "amax")
-
-
-def as_asked(amax: Tensor, current: CurrentScale) -> Tensor:
-    """The amax ``[] float32`` to compute the scale from: the tensor's, or its group's largest, times ``2**margin``."""
-    if not current.adjusts_amax:
-        return amax
-    if current.group:
-        amax = amax.reshape(1).clone()
-        # as integers, the bits of non-negative floats order as finite < inf < NaN
-        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=_resolve_process_group(current.group))  # type: ignore[arg-type]
-        amax = amax[0]
-    # a finite amax stays finite: a scale of 0 would turn the whole tensor into NaN
-    return torch.where(amax.isfinite(), (amax * 2.0**current.margin).clamp(max=FP32_MAX), amax)
-
-
 def scale_of_current(amax: Tensor, fmt: Fp8Format) -> Tensor:
     """``FP8_MAX / amax``; 1 where ``amax`` is not finite, so that finite elements survive."""
     # a tensor, because torch computes number / tensor as number * (1 / tensor), which rounds twice
     return torch.where(amax.isfinite(), (torch.full_like(amax, fmt.max) / amax).clamp(max=FP32_MAX), 1.0)
-
-
-def own_scale(amax: Tensor, current: CurrentScale, fmt: Fp8Format) -> Tensor:
-    """The scale, ``[] float32``, of a tensor with this amax that uses no history."""
-    scale = scale_of_current(as_asked(amax, current), fmt)
-    if current.scale_from is ScaleFrom.OWN_VALUES_ROUNDED:
-        # the next number after 7 * 2^n is far enough from it that the rounded quotient stays below the power of two
-        return torch.where(amax > 0, power_of_2(scale), 1.0)
-    return scale
 
 
 def scale_below(fp8_max: Tensor, amax: Tensor, margin_factor: float) -> Tensor:
@@ -73,21 +42,6 @@ def power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & -0x800000).view(torch.float32)
 
 
-def per_row(scale: Tensor, rows: int) -> Tensor:
-    """Block scales, one row of them per row of the tensor; those of squares, ``[ceil(rows/128), *]``, are repeated."""
-    if scale.dtype == torch.uint8:
-        return e8m0.of_rows(scale, rows)
-    return scale if scale.shape[0] == rows else scale.repeat_interleave(BLOCK, 0)[:rows]
-
-
-def per_block(scale: Tensor, x: Tensor) -> Tensor:
-    """Scales of the blocks of x ``[M, K]``, ``float32``: ``[M, ceil(K/32)]`` of tiles in E8M0, others as they are."""
-    if scale.dtype != torch.uint8:
-        return scale
-    rows, columns = x.shape
-    return e8m0.values_of(e8m0.from_tiles(scale, rows, -(-columns // e8m0.BLOCK)))
-
-
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
@@ -96,7 +50,10 @@ def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """
     block = BLOCK
     if scale.dtype == torch.uint8:
-        scale, block = e8m0.values_of(scale) if scale.dim() > 1 else per_block(scale, x), e8m0.BLOCK
+        if scale.dim() == 1:
+            rows, columns = x.shape
+            scale = e8m0.from_tiles(scale, rows, -(-columns // e8m0.BLOCK))
+        scale, block = e8m0.values_of(scale), e8m0.BLOCK
     for dim, size in enumerate(x.shape if scale.dim() else ()):
         if scale.shape[dim] not in (1, size):
             scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)

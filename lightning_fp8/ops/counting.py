@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import Slot, WeightSlot
+from lightning_fp8.ops.formats import Fp8Format
+
+if TYPE_CHECKING:
+    from lightning_fp8.scalings.operand import Slot
 
 _CHUNK_ELEMENTS = 1 << 18
 
@@ -78,13 +82,14 @@ def becomes_zero(scaled: Tensor, fmt: Fp8Format) -> Tensor:
     return scaled.abs() <= fmt.smallest / 2
 
 
-def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
+def count(x: Tensor, scale: Tensor, slot: Slot, fmt: Fp8Format) -> None:
     """Add one tensor to the state's counts, if they are requested; never waits for the device.
 
     Args:
         x: the tensor that is cast, after any activation.
         scale: the scale of the cast, ``[] float32``, or in the shape of x.
         slot: the tensor's slot in the state.
+        fmt: of the cast.
     """
     state = slot.live_state
     counts = None if state is None else state.model.counts.values
@@ -93,10 +98,10 @@ def count(x: Tensor, scale: Tensor, slot: Slot | WeightSlot) -> None:
     # in parts on the CPU, where temporaries as large as the tensor would cost more than the arithmetic
     rows = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, len(x))
     for part, scale_of_part in zip(x.split(rows), scale.expand(x.shape).split(rows), strict=True):
-        counts.index_add_(0, slot.index, _counted(part, scale_of_part, FORMATS[slot.format])[None])
+        counts.index_add_(0, slot.index, _counted(part, scale_of_part, fmt)[None])
 
 
-def note_exponents(scale_inv: Tensor, slot: Slot | WeightSlot) -> None:
+def note_exponents(scale_inv: Tensor, slot: Slot) -> None:
     """Widen the tensor's range of exponents by these scales of blocks, ``[*] float32``; never waits for the device.
 
     Blocks of zeros, whose scale_inv is below every normal number, and those that are NaN have no exponent.
@@ -108,12 +113,6 @@ def note_exponents(scale_inv: Tensor, slot: Slot | WeightSlot) -> None:
     log2 = scale_inv.log2().where(scale_inv >= torch.finfo(torch.float32).tiny, float("nan"))
     ends = torch.stack([(sign * log2).nan_to_num(float("-inf")).amax() for sign in (-1, 1)])
     exponents.index_copy_(0, slot.index, torch.maximum(exponents.index_select(0, slot.index), ends[None]))
-
-
-def is_counting(slot: Slot | WeightSlot) -> bool:
-    """Whether the losses of this cast are counted."""
-    state = slot.live_state
-    return state is not None and state.model.counts.values is not None and slot.record
 
 
 def _counted(x: Tensor, scale: Tensor, fmt: Fp8Format) -> Tensor:

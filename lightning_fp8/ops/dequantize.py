@@ -8,7 +8,6 @@ from torch import Tensor
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import Fp8Operand
 
 # Dequantized values stay divided by these factors, which is cheaper than correcting their exponents.
 DEQUANTIZED_SHIFT = {"e4m3": 256.0, "e5m2": 1.0}
@@ -56,9 +55,9 @@ def exact_values(payload: Tensor, scale_inv: Tensor, format: str, dtype: torch.d
     return values.to(dtype)
 
 
-def keep_values(operand: Fp8Operand) -> None:
-    """Keep the dequantized values of an operand that is never written to again: four more bytes per element."""
-    operand.by_rows.kept_values = dequantize(operand.by_rows, operand.format)  # type: ignore[attr-defined]
+def keep_values(codes: Tensor, format: str) -> None:
+    """Keep the dequantized values of codes that are never written to again: four more bytes per element."""
+    codes.kept_values = dequantize(codes, format)  # type: ignore[attr-defined]
 
 
 def values_of(payload: Tensor, format: str) -> Tensor:

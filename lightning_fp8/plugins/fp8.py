@@ -36,9 +36,9 @@ from lightning_fp8.plugins.settings import (
 )
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
-from lightning_fp8.scaling.recipe import RECIPES, Recipe
 from lightning_fp8.scaling.saved import REMEDY
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.recipe import RECIPES, Recipe
 
 _NOT_UNDER_FSDP = "`frozen_weights='fp8'` does not work under FSDP, which shards masters. Use DDP, or keep masters."
 

@@ -13,7 +13,7 @@ import torch
 from lightning_fp8.runtime.after_import import after_import
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import closest, did_you_mean
-from lightning_fp8.scaling.recipe import RECIPES, Recipe, as_recipe
+from lightning_fp8.scalings.recipe import RECIPES, Recipe, as_recipe
 
 PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "fp8-mx", "bf16-mixed", "bf16-true"]
 PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
@@ -68,7 +68,7 @@ def recipe_argument(recipe: Any) -> Recipe | None:
 
 
 def _fields(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping for :func:`~lightning_fp8.scaling.recipe.as_recipe`.
+    """The mapping for :func:`~lightning_fp8.scalings.recipe.as_recipe`.
 
     Raises:
         ValueError: for another string or class.

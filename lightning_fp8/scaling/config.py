@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_fp8.runtime.choice import check_choice
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 FrozenWeights = Literal["master", "fp8"]
 FROZEN_WEIGHTS: tuple[FrozenWeights, ...] = get_args(FrozenWeights)

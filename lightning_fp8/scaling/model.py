@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.operand import CurrentScale, ScaleFrom, take_handle
+from lightning_fp8.ops.operand import take_handle
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
-from lightning_fp8.scaling.precision import LayerPrecision
 from lightning_fp8.scaling.uneven_inputs import refuse_join
 
 if TYPE_CHECKING:
@@ -134,26 +133,6 @@ class Fp8Model:
             self._of_groups[row, count] = index
             self._row_at[index.data_ptr()] = row
         return index
-
-    def scaling_of(self, precision: LayerPrecision, as_in_training: bool, group: str) -> CurrentScale:
-        """How the input or gradient of a module is cast.
-
-        Args:
-            precision: the module's.
-            as_in_training: whether the cast belongs to training: in evaluation, no tensor is scaled by a history, and a
-                part of a split one by its own values.
-            group: the name of the process group that the tensor is split over; empty for a whole one. Histories cover
-                all processes anyway, so they need none.
-        """
-        current = self.state.recipe.current
-        if current.blocks:
-            # each process scales the blocks of its own part
-            return current
-        if not as_in_training:
-            return CurrentScale(scale_from=ScaleFrom.OWN_VALUES_ROUNDED)
-        if self.state.recipe.from_history and not precision.is_current:
-            return CurrentScale(scale_from=ScaleFrom.HISTORY)
-        return current._replace(group=group)
 
     def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool]:
         """Called before each cast of an input or gradient.

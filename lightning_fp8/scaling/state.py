@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import power_of_2, scale_below
-from lightning_fp8.ops.basic import update_scales
+from lightning_fp8.core.casts import update_scales
+from lightning_fp8.ops.amaxes import scale_below
 from lightning_fp8.ops.counting import CastCounts
-from lightning_fp8.ops.formats import DELAYED_ROLES, E4M3, Role
+from lightning_fp8.ops.formats import DELAYED_ROLES, Role
 from lightning_fp8.scaling.config import Fp8Config
 from lightning_fp8.scaling.model import Fp8Model
 from lightning_fp8.scaling.precision import AS_SET, Choice, LayerPrecision, Origin
-from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.saved import from_entries, load_rows, to_entries
+from lightning_fp8.scalings.recipe import Recipe
 
 # the order of a state's tensors by role; those of one role are in the order of the modules
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
@@ -292,7 +291,6 @@ class ScalingState:
             dist.all_reduce(self.amax[: self.delayed].view(torch.int32), op=dist.ReduceOp.MAX)
         for watch in self.model.before_update:
             watch(self.amax)
-        current = recipe.current
         # Through `.data`: a compiled graph may hold these for its backward, which reads them as they are then.
         update_scales(
             self.amax.data,
@@ -301,13 +299,9 @@ class ScalingState:
             self.fp8_max,
             self.nonfinite_steps.data,
             recipe.newest_only,
-            2.0**current.margin,
+            recipe.margin_factor,
         )
-        if current.blocks == "power of 2":
-            self.scale.data.copy_(power_of_2(self.scale))
-        elif current.blocks and current.in_e8m0:
-            newest, scale = self.amax_history[0], self.scale.data[: self.delayed]
-            scale.copy_(e8m0.multipliers_of(e8m0.codes_of(newest, E4M3)).where(newest > 0, scale))
+        recipe.scaling("input").show(self.scale.data[: self.delayed], self.amax_history[0])
         if self.model.current_rows is not None:
             self._show_current_scales(self.model.current_rows)
         self.updates += 1
@@ -317,7 +311,7 @@ class ScalingState:
     def _show_current_scales(self, rows: Tensor) -> None:
         """Set the scales of these rows to those of the last step's largest values, as under :class:`CurrentScaling`."""
         newest = self.amax_history[0].index_select(0, rows)
-        shown = scale_below(self.fp8_max.index_select(0, rows), newest, 2.0**self.recipe.current.margin)
+        shown = scale_below(self.fp8_max.index_select(0, rows), newest, self.recipe.margin_factor)
         # scale 1 where nothing has been recorded
         self.scale.data.index_copy_(0, rows, shown.where(newest > 0, 1.0))
 
@@ -382,7 +376,7 @@ class ScalingState:
         delayed, recipe = slice(self.delayed), self.recipe
         newest = self.amax_history[0]
         amax = newest if recipe.newest_only else self.amax_history.amax(dim=0)
-        scale = scale_below(self.fp8_max[delayed], amax, 2.0**recipe.current.margin)
+        scale = scale_below(self.fp8_max[delayed], amax, recipe.margin_factor)
         self.scale.data[delayed] = scale.where(newest > 0, 1.0)
         if self.model.current_rows is not None:
             self._show_current_scales(self.model.current_rows)

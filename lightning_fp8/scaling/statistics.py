@@ -64,7 +64,7 @@ def tensor_statistics(state: ScalingState, reduce: Callable[[Tensor, str], Tenso
 def _exponents(state: ScalingState, reduce: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, ...]:
     """The two columns of ``state.cast_counts.exponents``; none if no cast is in blocks."""
     exponents = state.cast_counts.exponents
-    if exponents is None or not state.recipe.current.blocks:
+    if exponents is None or not state.recipe.scaling("input").has_blocks:
         return ()
     return reduce(state.fill_sharers(exponents), "max").unbind(dim=1)
 

@@ -19,7 +19,8 @@ from lightning_fp8.modules.frozen_layers import replace_weight
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import named_modules, plain_path, without_wrappers
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.scaling.recipe import BlockScaling, Recipe
+from lightning_fp8.scalings.per_block import BlockScaling
+from lightning_fp8.scalings.recipe import Recipe
 from lightning_fp8.serialization.layouts.base import Scheme
 from lightning_fp8.serialization.names import Placed
 from lightning_fp8.serialization.shards import Shards

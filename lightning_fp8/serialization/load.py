@@ -23,8 +23,10 @@ from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, dtype_name
 from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.scaling.config import FrozenWeights
-from lightning_fp8.scaling.recipe import Recipe
 from lightning_fp8.scaling.state import tensor_name
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.per_block import PerBlock
+from lightning_fp8.scalings.recipe import Recipe
 from lightning_fp8.serialization.checks import (
     Product,
     gemm_key,
@@ -208,8 +210,9 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
     """ValueError for a recipe that would not compute what the checkpoint means."""
     in_blocks = scheme.in_e8m0 or "block" in scheme.kinds
-    fits = bool(recipe.current.blocks) == in_blocks and (recipe.from_history or in_blocks or not scheme.static)
-    if fits and (recipe.current.in_e8m0 or not scheme.in_e8m0):
+    kind = recipe.scaling("weight").file_kind
+    fits = (kind != "tensor") == in_blocks and (recipe.from_history or in_blocks or not scheme.static)
+    if fits and (kind == "group" or not scheme.in_e8m0):
         return
     trait = "has static scales of inputs" if scheme.static else "has one scale for each weight"
     trait = f"has a scale for each {'group' if scheme.in_e8m0 else 'block'} of a weight" if in_blocks else trait
@@ -295,20 +298,20 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
 
 def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
     """Whether a cast of the weight with the scales of its own values has other codes than the file."""
-    pieces, scale, blocks = source.placed.by_target[target], source.scale_of(target), recipe.current.blocks
+    pieces, scale, scaling = source.placed.by_target[target], source.scale_of(target), recipe.scaling("weight")
     if scale is not None and scale.kind == "group":
         # with a scale that is the same power of two or a smaller one, each code is a code again
-        return recipe.current.squares and e8m0.of_squares(scale.values) is scale.values
-    if scale is None or recipe.current.in_e8m0 or scale.kind != ("block" if blocks else "tensor"):
+        return scaling == MX(squares=True) and e8m0.of_squares(scale.values) is scale.values
+    if scale is None or scale.kind != scaling.file_kind:
         return True
-    if blocks == "power of 2":
+    if scaling == PerBlock(squares=True, powers_of_2=True):
         # here too
         return not scale.is_power_of_2
     matrices: dict[object, Tensor] = {}
     for piece in pieces:
         codes = largest[piece.name]
         # with one scale for a matrix, one of its parts has its largest value
-        matrix = piece.name if blocks else piece.at[0] if isinstance(piece.at[0], int) else None
+        matrix = piece.name if scaling.has_blocks else piece.at[0] if isinstance(piece.at[0], int) else None
         matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
     return any(bool(((codes > 0) & (codes < LARGEST_CODE)).any()) for codes in matrices.values())
 
@@ -337,7 +340,7 @@ def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: C
                 scale = inputs[key]
                 if scale is not None and state.recipe.from_history:
                     # the amax from which an update would have computed this scale
-                    entries[name]["amax_history"][0] = amax_of_scale(scale * 2.0**state.recipe.current.margin)
+                    entries[name]["amax_history"][0] = amax_of_scale(scale * state.recipe.margin_factor)
             else:
                 entries[name]["in_fp8"].fill_(False)
     state.load_state_dict(entries)

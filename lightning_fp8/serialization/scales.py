@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fp8 import ops
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter, is_held
+from lightning_fp8.modules.fp8_parameter import quantized as quantized_by
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK, max_abs, scale_of_current
-from lightning_fp8.ops.blocks import square_amaxes
+from lightning_fp8.ops.arithmetic import square_amaxes
 from lightning_fp8.ops.formats import E4M3, Role, dtype_name
-from lightning_fp8.ops.operand import CurrentScale, WeightSlot
-from lightning_fp8.serialization.layouts.base import Kind, Quantized, WritableLayout, kind_of
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.serialization.layouts.base import Kind, Quantized, WritableLayout
 from lightning_fp8.serialization.layouts.registry import those_with
 from lightning_fp8.serialization.tensors import SCALE_RULE, Scales, codes_of, converted_gemms, is_scale, joined, listed
 
@@ -33,13 +33,13 @@ class Plan(NamedTuple):
         kind: of its scales.
         weight: if it has one scale that was computed here, its multiplier before the cast, ``[] float32`` on the CPU.
         input: the same for the layer's input; None if readers scale it by its own values.
-        blocks: how blocks are scaled.
+        scaling: of the others.
     """
 
     kind: Kind
     weight: Tensor | None
     input: Tensor | None
-    blocks: CurrentScale
+    scaling: Scaling
 
     @property
     def scales(self) -> Scales | None:
@@ -54,13 +54,13 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     plans: dict[str, Plan | None] = {}
     is_static = _have_static_scales(gemms, tensors)
     for name, gemm in gemms.items():
-        weight, recipe = tensors[name], gemm.state.recipe
+        weight = tensors[name]
         _check_formats(gemm)
         check_finite(name, weight)
         plans[name] = None
         if not gemm.precision.fprop_in_fp8:
             continue
-        kind: Kind = "group" if recipe.current.in_e8m0 else "block" if recipe.current.blocks else "tensor"
+        kind = cast(Kind, gemm.weight_scaling.file_kind)
         has_scale = kind == "tensor"
         if is_held(weight):
             kind = kind_of_held(weight)
@@ -85,11 +85,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
 
 def kind_of_held(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
-    if weight.content.scale_inv.dtype == torch.uint8:
-        return "group"
-    # one of these fits: a weight is not made with other scales
-    kinds: tuple[Kind, ...] = ("block", "row", "tensor")
-    return kind_of(kinds, tuple(weight.content.payload.shape), tuple(weight.content.scale_inv.shape)) or "tensor"
+    return cast(Kind, weight.content.scaling.file_kind)
 
 
 def as_stored(content: Content) -> tuple[Tensor, Tensor]:
@@ -112,14 +108,12 @@ def quantized(weight: Tensor, plan: Plan) -> Quantized:
         return Quantized(codes.view(E4M3.dtype), scale_inv, of_input)
     if plan.weight is not None:
         return Quantized(codes_of(weight, plan.weight), plan.weight.reciprocal(), of_input)
-    slot = WeightSlot(torch.zeros(1, dtype=torch.int64, device=weight.device), E4M3.name, None, False, plan.blocks)
-    values = _plain(weight)
-    payload, _, scale_inv, _ = ops.cast_weight_blocks(values, slot, "rows")
+    codes, scale_inv, _ = quantized_by(_plain(weight), plan.scaling)
     if plan.kind == "block":
-        scale_inv = torch.where(square_amaxes(values) > 0, scale_inv, 1.0)
+        scale_inv = torch.where(square_amaxes(_plain(weight), BLOCK) > 0, scale_inv, 1.0)
     if plan.kind == "group":
-        scale_inv = e8m0.from_tiles(scale_inv, len(payload), -(-payload.shape[1] // e8m0.BLOCK)).contiguous()
-    return Quantized(payload.cpu().view(E4M3.dtype), scale_inv.cpu())
+        scale_inv = e8m0.of_rows(scale_inv, len(codes)).contiguous()
+    return Quantized(codes.cpu().view(E4M3.dtype), scale_inv.cpu())
 
 
 def _plain(weight: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8 import ops
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.ops.formats import E4M3
-from lightning_fp8.ops.operand import with_scale
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -132,9 +131,8 @@ def tied_to(names: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, 
 def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
     """``sat(weight * scale)`` as ``float8_e4m3fn`` on the CPU, in the weight's own shape; scale ``[] float32``."""
     weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
-    slot = with_scale(scale.to(weight.device), E4M3.name)
-    payload, _, _ = ops.cast(weight.detach().contiguous(), slot, "none", "rows")
-    return payload.cpu().view(E4M3.dtype)
+    codes = PerTensor().with_scale(weight.detach().contiguous(), scale.to(weight.device)).codes
+    return codes.cpu().view(E4M3.dtype)
 
 
 def to_metadata(gemms: Mapping[str, Scales | None]) -> dict[str, str]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from benchmarks import gemm
 from benchmarks.gemm import Gemm
-from lightning_fp8 import ops
-from lightning_fp8.ops.amaxes import per_row
+from lightning_fp8.core import casts
+from lightning_fp8.ops.amaxes import BLOCK
+from lightning_fp8.ops.arithmetic import of_rows
 from lightning_fp8.ops.e8m0 import from_tiles
 
 CPU = torch.device("cpu")
@@ -64,8 +65,8 @@ SPOILED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_wrong_result_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil, words = SPOILED[what]
-    scaled_mm, cublaslt = ops.scaled_mm, torch._scaled_mm
-    monkeypatch.setattr(ops, "scaled_mm", lambda *given: spoil(scaled_mm(*given)))
+    scaled_mm, cublaslt = casts.scaled_mm, torch._scaled_mm
+    monkeypatch.setattr(casts, "scaled_mm", lambda *given: spoil(scaled_mm(*given)))
     monkeypatch.setattr(torch, "_scaled_mm", lambda *given, **options: spoil(cublaslt(*given, **options)))
     found = {variant.name: variant.check() for variant in FPROP.variants(CPU)}
     assert found.pop("bf16") is None
@@ -100,7 +101,7 @@ def test_a_wrong_product_in_blocks_is_seen() -> None:
     given = case.operands(CPU)[0]
     expected = case.expected(given)
     values = [one.view(torch.float8_e4m3fn).double() for one in given[:2]]
-    scales = [per_row(inverse, len(one)) for one, inverse in zip(given[:2], given[2:4])]
+    scales = [of_rows(inverse, BLOCK, len(one)) for one, inverse in zip(given[:2], given[2:4])]
     sums = torch.zeros(24, 16)
     for step in range(32):
         assert case.difference(sums.to(case.output), *expected, False) is not None

@@ -125,7 +125,7 @@ def test_modules_are_ignored_by_path_and_the_error_says_how(ignored: Any, conver
         (small_mlp, {"ignore_modules": ("*",)}, ValueError, "matches `ignore_modules`"),
         (nn.Sequential, {}, ValueError, "nothing to convert"),
         (lambda: small_mlp().double(), {}, TypeError, r"0\.weight is torch.float64"),
-        (small_mlp, {"recipe": {"margin": 1}}, TypeError, "must be a DelayedScaling or a CurrentScaling or a Block"),
+        (small_mlp, {"recipe": {"margin": 1}}, TypeError, "must be a DelayedScaling or a CurrentScaling or an MXS"),
     ],
 )
 def test_what_is_refused(make: Any, settings: Any, kind: type[Exception], message: str) -> None:

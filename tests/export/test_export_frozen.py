@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import BlockScaling, MXScaling, convert, export, fall_back, load_exported, scaling_state
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 
 def test_payloads_are_written_and_read_as_they_are(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_blocks_are_those_of_masters(recipe: Recipe, tmp_path: Path) -> None:
         export(model, tmp_path / how, layout="compressed-tensors")
     masters, held = (load_file(tmp_path / how / "model.safetensors") for how in ("master", "fp8"))
     assert list(masters) == list(held)
-    if recipe.current.in_e8m0:
+    if isinstance(recipe, MXScaling):
         # readers take no groups that are not whole: the third weight is plain
         assert held.pop("2.weight").equal(model[2].weight.dequantized())
     assert all(

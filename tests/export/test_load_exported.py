@@ -28,7 +28,7 @@ from lightning_fp8 import (
 )
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 from lightning_fp8.serialization.tensors import codes_of
 
 

@@ -34,7 +34,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, load_exported, scaling_state
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 KINDS = {"tensor": "tensor", "channel": "row", "block": "block"}
 # 576 rows as in DeepSeek-V3: four and a half blocks

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fp8 import convert, load_exported, scaling_state
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.scaling.recipe import BlockScaling
+from lightning_fp8.scalings.per_block import BlockScaling
 
 
 def own_loader(folder: Path, dtype: torch.dtype) -> nn.Module:

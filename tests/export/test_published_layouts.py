@@ -29,7 +29,7 @@ from lightning_fp8 import (
     load_exported,
     scaling_state,
 )
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 LINEAR += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 X = torch.linspace(-2, 3, 12 * 128).view(12, 128)
 SUFFIXES = {None: ("_scale", "_scale_inv"), "hf-fp8": ("_scale_inv",) * 2, "compressed-tensors": ("_scale",) * 2}
@@ -93,7 +93,7 @@ def test_layers(case: tuple[str | None, Recipe], what: str, how: str, tmp_path: 
     assert in_fp8(tmp_path) == {"a.weight", "between.weight"}
     assert "b.weight" not in saved
     # readers look for the scales of each layer
-    suffix = SUFFIXES[layout][bool(recipe.current.blocks)]
+    suffix = SUFFIXES[layout][isinstance(recipe, BlockScaling)]
     assert torch.equal(saved["a.weight" + suffix], saved["b.weight" + suffix])
     is_static = isinstance(recipe, DelayedScaling) and how == "master"
     assert ("b." + INPUTS[layout] in saved) == is_static
@@ -156,7 +156,7 @@ def test_an_embedding_and_a_head(layout: str | None, recipe: Recipe, how: str, t
     assert "head.weight" not in saved
     assert in_fp8(tmp_path) == {"up.weight"}
     # the head runs in FP8 again if the file's metadata say so, else as it is in the file
-    if layout is not None or recipe.current.blocks:
+    if layout is not None or isinstance(recipe, BlockScaling):
         model = convert(model, ignore_modules=("head",))
     for frozen, where in TARGETS:
         loaded = load_exported(target(WithHead, where, recipe), tmp_path, frozen=frozen)

@@ -30,7 +30,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.integrations import Fp8Callback
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 RECIPES = {"delayed": DelayedScaling(), "current": CurrentScaling(), "block": BlockScaling(), "mx": MXScaling()}
 STEPS, RATE = 24, 4e-3

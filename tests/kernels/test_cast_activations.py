@@ -28,10 +28,10 @@ from torch import Tensor
 
 from kernels_cuda import casts
 from kernels_cuda.casts import column_sum_tiles, variant
-from lightning_fp8.ops import reference
 from lightning_fp8.ops.amaxes import max_abs
+from lightning_fp8.ops.arithmetic import saturated
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import ScaleFrom
+from lightning_fp8.scalings.operand import Casting
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def close_codes(got: Tensor, v: Tensor, slack: Tensor, scale: float, fmt: str, e
     low, high = (torch.nextafter(v, torch.full((), limit, dtype=v.dtype)).float() for limit in (-INF, INF))
     low, high = torch.minimum(low, v.float() - slack), torch.maximum(high, v.float() + slack)
     wanted = (low, v, high, v if exact is None else exact)
-    codes = [reference.saturating_cast(one, torch.tensor(scale), FORMATS[fmt]) for one in wanted]
+    codes = [saturated(one, torch.tensor(scale), FORMATS[fmt]) for one in wanted]
     at_least, expected, at_most, exact_codes = map(in_order, codes)
     values, nan, code = torch.from_numpy(code_values(fmt))[got.int()], v.isnan(), in_order(got)
     assert torch.equal(values.isnan(), nan)
@@ -161,14 +161,14 @@ def test_outputs_of_two_halves_alone(outputs: tuple[bool, bool, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("firsts", "scale_from"),
+    ("firsts", "casting"),
     [
-        *(((gate, up), ScaleFrom.HISTORY) for gate in (False, True) for up in (False, True)),
-        ((True, True), ScaleFrom.OWN_VALUES_ROUNDED),
+        *(((gate, up), Casting.HISTORY) for gate in (False, True) for up in (False, True)),
+        ((True, True), Casting.OWN_POWER_OF_2),
     ],
 )
 @pytest.mark.parametrize("columns", [64, 77])
-def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool], scale_from: ScaleFrom) -> None:
+def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool], casting: Casting) -> None:
     """Each gradient has its own scale and place; codes, sums and amaxes equal those of the halves of one tensor."""
     rows, fmt = 140, "e5m2"
     gate, up, dy = (torch.randn(rows, columns) * factor for factor in (2, 30, 1))
@@ -176,10 +176,10 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool], sca
     newest, scale = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([5.0, 7.0, 1e-3])
     results, places = [], (1, 0)
     for at, first in zip(places, firsts):
-        newest[at] = 0.0 if first and scale_from is ScaleFrom.HISTORY else 1.0
+        newest[at] = 0.0 if first and casting is Casting.HISTORY else 1.0
         # if every tensor has a history, nothing is measured
         row = place(scale, newest, at, amax, torch.zeros(()) if any(firsts) else None)
-        row = row._replace(scale_from=int(scale_from))
+        row = row._replace(scale_from=int(casting))
         shapes = (rows, columns), (columns, padded(rows))
         y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8) for shape in shapes)
         sums = torch.full((column_sum_tiles(rows), columns), float("nan"))
@@ -189,7 +189,7 @@ def test_gate_and_up_of_two_tensors(columns: int, firsts: tuple[bool, bool], sca
         exact = by_torch(torch.cat([gate, up], dim=1), "swiglu", dy).chunk(2, dim=1)[half]
         torch.testing.assert_close(amax[at], exact.abs().max(), rtol=1e-5, atol=0)
         used = first_scale(amax[at], fmt).item() if first else scale[at].item()
-        if scale_from is ScaleFrom.OWN_VALUES_ROUNDED:
+        if casting is Casting.OWN_POWER_OF_2:
             used = power_of_two_below(amax[at].item(), fmt)
         assert result.scale_inv.item() == np.float32(1) / np.float32(used)
         together = run(torch.cat([gate, up], dim=1), fmt, delayed(used), "swiglu", dy, (True, True, True))

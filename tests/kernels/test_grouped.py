@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels_cuda import casts, gemm
 from kernels_cuda.gemm_variants import grouped_configuration
-from lightning_fp8.ops.operand import ScaleFrom
+from lightning_fp8.scalings.operand import Casting
 
 TILE, NAN_CODE = 128, 0x7F
 HOPPER, ADA = (9, 0), (8, 9)
@@ -268,7 +268,7 @@ def cast(
     newest: Tensor,
     current: Tensor | None,
     poison: int,
-    scale_from: ScaleFrom = ScaleFrom.HISTORY,
+    casting: Casting = Casting.HISTORY,
 ) -> Cast:
     count, columns = len(routing.sizes), x.shape[1]
     y, y_t = (Guarded(shape, torch.uint8, poison) for shape in ((routing.rows, columns), (columns, routing.rows)))
@@ -277,7 +277,7 @@ def cast(
     guarded = y, y_t, sums, scale_inv
     written = [one.tensor for one in guarded]
     result = casts.Result(SCALES, newest, places(count), amax, written[3], *written[:3], current_amax=current)
-    result = result._replace(group_of_tile=int32(routing.group_of_tile), scale_from=int(scale_from))
+    result = result._replace(group_of_tile=int32(routing.group_of_tile), scale_from=int(casting))
     casts.cast_transpose(cast_kernel(x.dtype, fmt), x, result)
     assert all(one.unharmed() for one in guarded)
     return Cast(*written, amax)
@@ -301,8 +301,8 @@ def test_a_cast_has_a_scale_for_each_group(routing: Routing, history: str) -> No
         x[first : first + routing.sizes[number]] *= 2.0**number
     for poison in POISONS:
         current = None if history == "with" else torch.zeros(count)
-        scale_from = ScaleFrom.OWN_VALUES_ROUNDED if evaluates else ScaleFrom.HISTORY
-        made = cast(at_the_edge(x), routing, fmt, newest, current, poison, scale_from)
+        casting = Casting.OWN_POWER_OF_2 if evaluates else Casting.HISTORY
+        made = cast(at_the_edge(x), routing, fmt, newest, current, poison, casting)
         amax, tiles = torch.zeros(PLACES), behind // TILE
         untouched = [made.y[behind:], made.y_t[:, behind:], made.sums[tiles:]]
         for group, (first, end) in enumerate(itertools.pairwise(routing.edges)):

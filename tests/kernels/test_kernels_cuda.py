@@ -28,10 +28,11 @@ from fp8_numpy import DEFINITIONS, code_values, power_of_two_below
 from torch import Tensor
 
 from kernels_cuda import casts
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.amaxes import max_abs, own_scale, scale_of_current
+from lightning_fp8.ops.amaxes import max_abs, scale_of_current
+from lightning_fp8.ops.arithmetic import saturated
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import CurrentScale, ScaleFrom
+from lightning_fp8.scalings.operand import Casting, Slot, Want
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 
 def around_boundaries() -> Tensor:
@@ -153,9 +154,11 @@ def amaxes_around_powers_of_two() -> Tensor:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_reference_rounds_a_scale_down_to_a_power_of_two(fmt: str) -> None:
-    rounded = CurrentScale(scale_from=ScaleFrom.OWN_VALUES_ROUNDED)
+    scaling = PerTensor(fmt)
+    slot = Slot(torch.zeros(1, dtype=torch.int64), None, scaling, scaling, casting=Casting.OWN_POWER_OF_2)
     for amax in amaxes_around_powers_of_two():
-        assert own_scale(amax, rounded, FORMATS[fmt]).item() == power_of_two_below(amax.item(), fmt)
+        rows = scaling.by_reference(amax.reshape(1, 1), slot, Want()).rows
+        assert 1 / rows.scale_inv.double().item() == power_of_two_below(amax.item(), fmt)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -168,7 +171,7 @@ def test_evaluation_scales_by_own_values_rounded_down(dtype: torch.dtype, fmt: s
         x *= 2.0**-24 if largest == 2.0**-24 else 1
         x[140, 66] = largest
         row = place(torch.full((3,), 9.0), torch.ones(3), 1, None, torch.zeros(()))
-        y, y_t, _, scale_inv = run(x, fmt, row._replace(scale_from=int(ScaleFrom.OWN_VALUES_ROUNDED)))
+        y, y_t, _, scale_inv = run(x, fmt, row._replace(scale_from=int(Casting.OWN_POWER_OF_2)))
         scale = torch.tensor(power_of_two_below(x.float().abs().max().item(), fmt))
         assert_same(scale_inv, scale.reciprocal())
         assert_codes(y, x, scale, fmt)
@@ -184,7 +187,7 @@ def test_a_kernel_rounds_around_each_power_of_two_as_the_definition() -> None:
 
 def test_own_values_take_the_place_of_a_history() -> None:
     x, row = torch.randn(130, 70), place(torch.ones(1) * 9, torch.ones(1), 0, torch.zeros(1), torch.zeros(()))
-    y, _, _, scale_inv = run(x, "e5m2", row._replace(scale_from=int(ScaleFrom.OWN_VALUES)))
+    y, _, _, scale_inv = run(x, "e5m2", row._replace(scale_from=int(Casting.OWN)))
     assert_same(scale_inv, first_scale(x.abs().max(), "e5m2").reciprocal())
     assert_codes(y, x, first_scale(x.abs().max(), "e5m2"), "e5m2")
 
@@ -211,7 +214,7 @@ def test_a_history_leaves_nothing_to_measure() -> None:
         y.zero_()
         row = place(torch.tensor([10.0]), torch.tensor([newest]), 0, amax, current)._replace(scale_inv=scale_inv, y=y)
         casts.cast_transpose(spied, x, row)  # type: ignore[arg-type]
-        codes = int(reference.saturating_cast(x, torch.tensor(scale), FORMATS["e4m3"]).sum())
+        codes = int(saturated(x, torch.tensor(scale), FORMATS["e4m3"]).sum())
         assert launches == [(measured, 0.0, 0.0, 0), (measured, 2.0, torch.tensor(scale).reciprocal().item(), codes)]
     launches.clear()
     casts.cast_transpose(spied, x, row._replace(current_amax=None))  # type: ignore[arg-type]

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.modules import feed_forward
-from lightning_fp8.ops import basic
+from lightning_fp8.scalings.base import Scaling
 
 
 @pytest.fixture
 def weight_casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of the weights that were cast, in order."""
     shapes: list[torch.Size] = []
-    original = basic.cast_weight
+    original = Scaling.cast_weights
 
-    def counting(weight: Tensor, *args: object) -> object:
-        shapes.append(weight.shape)
-        return original(weight, *args)
+    def counting(self: Scaling, weights: list[Tensor], *args: Any) -> Any:
+        shapes.extend(weight.shape for weight in weights)
+        return original(self, weights, *args)
 
-    monkeypatch.setattr(basic, "cast_weight", counting)
+    monkeypatch.setattr(Scaling, "cast_weights", counting)
     return shapes
 
 

@@ -22,7 +22,7 @@ from lightning_fp8 import (
     register_linear,
     scaling_state,
 )
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 WIDTH = 32
 RECIPES = [DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling()]

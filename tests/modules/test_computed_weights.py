@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_fp8 import convert, describe, export, load_exported, scaling_state, unconvert
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 
 class Counted(nn.Module):

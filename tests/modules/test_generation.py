@@ -18,7 +18,7 @@ from transformer_models import VOCABULARY
 
 from lightning_fp8 import convert, weights_unchanged
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.ops import reference
+from lightning_fp8.scalings import emulation
 
 PROMPT, NEW = 5, 8
 GREEDY = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -78,7 +78,7 @@ def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(reference, "_mm_into", multiply)
+    monkeypatch.setattr(emulation, "_mm_into", multiply)
     for name in ("scaled_dot_product_attention", "linear"):
         monkeypatch.setattr(F, name, in_fp64(getattr(F, name)))
 
@@ -114,7 +114,7 @@ def test_greedy_tokens_are_those_of_teacher_forcing(
     for end, logits in enumerate(whole.logits, PROMPT + 1):
         assert torch.equal(logits, forced(model, whole.sequences[:, :end])[:, -1])
     # the comparison finds exact scales
-    monkeypatch.setattr("lightning_fp8.ops.amaxes.power_of_2", lambda scale: scale)
+    monkeypatch.setattr("lightning_fp8.scalings.per_tensor.power_of_2", lambda scale: scale)
     assert difference(model, generated(model, prompts())) > 0.02
 
 

@@ -161,13 +161,6 @@ def test_unconverted_between_forward_and_backward() -> None:
     assert model[0].weight.grad.isfinite().all()
 
 
-def test_double_backward_is_refused() -> None:
-    _, fp8 = pair(16, 8)
-    x = torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(fp8(x).sum(), x, create_graph=True)
-
-
 def test_moves_and_casts_of_the_model_keep_the_state_in_fp32() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16, 8))

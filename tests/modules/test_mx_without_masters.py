@@ -16,13 +16,18 @@ from mx_numpy import cast_in_mx
 from published_weights import in_numpy, published, with_codes
 from torch import Tensor, nn
 
-from lightning_fp8 import MXScaling, convert, describe, ops, scaling_state
+from lightning_fp8 import MXScaling, convert, describe, scaling_state
+from lightning_fp8.core.casts import cast
+from lightning_fp8.core.linear import linear_backward, run_backward
 from lightning_fp8.modules.fp8_parameter import from_codes
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.cuda import gemm, plain
+from lightning_fp8.ops.cuda import plain
 from lightning_fp8.ops.dequantize import exact_values
-from lightning_fp8.ops.operand import Columns, Fp8Tensor, with_scale
 from lightning_fp8.runtime.device import Gpu
+from lightning_fp8.scalings import emulation
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Computed, Operand, Slot, Want
+from lightning_fp8.scalings.products import multiply
 
 RECIPES = {"mx": MXScaling(), "squares": MXScaling(weight_blocks=(32, 32))}
 X, DY = torch.linspace(-2, 2, 10 * 200).view(10, 200), torch.linspace(-1, 3, 10 * 72).view(10, 72)
@@ -132,8 +137,8 @@ def test_products_of_a_device_read_the_scales_in_tiles(
     for payload, scale_inv, expected in orders:
         width = payload.shape[1]
         codes = torch.randn(16, width).to(torch.float8_e4m3fn)
-        x = Fp8Tensor(codes.view(torch.uint8), of_inputs[: e8m0.size_of_tiles(16, width)], "e4m3")
-        y = gemm.scaled_mm(x, Fp8Tensor(payload, scale_inv, "e4m3"), None, torch.float32, True)
+        x = Operand(codes.view(torch.uint8), of_inputs[: e8m0.size_of_tiles(16, width)], MX())
+        y = multiply(x, Operand(payload, scale_inv, MX()), None, torch.float32, True)
         sums = codes.double().numpy() @ expected.T
         assert np.abs(y.double().numpy() - sums).max() < 1e-5 * np.abs(sums).max()
 
@@ -147,15 +152,15 @@ def test_devices_without_products_in_mx_take_values(
         assert plain.has_mx(torch.device("cpu")) == runs
     taken: list[str] = []
     monkeypatch.setattr(plain, "has_mx", lambda _: runs)
-    monkeypatch.setattr(plain, "scaled_mm_mx", lambda *_: taken.append("mx"))
-    monkeypatch.setattr(plain, "scaled_mm_dequantized", lambda *_: taken.append("values"))
+    monkeypatch.setattr(plain, "scaled_mm_mx", lambda *given: taken.append("mx") or given[0].payload)
+    monkeypatch.setattr(emulation, "product_of_rounded_values", lambda *_: taken.append("values"))
     weight: Any = from_codes(*published("mx", 64, 96), torch.float32, "layer")
-    x = Fp8Tensor(torch.zeros(16, 96, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8), "e4m3")
+    x = Operand(torch.zeros(16, 96, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8), MX())
     held, trained = (
-        Fp8Tensor(weight.payload, scale, "e4m3") for scale in (weight.scale_inv, e8m0.to_tiles(weight.scale_inv))
+        Operand(weight.payload, scale, MX()) for scale in (weight.scale_inv, e8m0.to_tiles(weight.scale_inv))
     )
     for w in (held, trained):
-        gemm.scaled_mm(x, w, None, torch.float32, True)
+        MX().gpu_product(x, w, None, torch.float32, True)
     # a weight that is trained is refused by the product itself, where there is none
     assert taken == (["mx", "mx"] if runs else ["values", "mx"])
 
@@ -182,15 +187,14 @@ def test_an_attention_whose_weight_was_changed_in_place_is_cast_by_slices(half: 
 def test_the_operator_of_backward(activation: str, with_input: bool, half: str) -> None:
     """dgrad by values leaves wgrad and the sum for the bias as they are without a dgrad."""
     torch.manual_seed(0)
-    slot = with_scale(torch.ones(()), "e4m3")._replace(current=MXScaling().current)
+    slot = Slot(torch.zeros(1, dtype=torch.int64), None, MX(), MX())
     h, dy, (payload, scale_inv) = torch.randn(9, 64), torch.randn(9, 64), published("mx", 64, 96)
-    x = ops.cast_operand(torch.randn(9, 96), slot, "none", True)
-    kept = Columns(x.by_columns if with_input else None, x.columns_scale_inv, "e4m3")
-    w = Columns(payload.t(), scale_inv.t(), "e4m3")
+    kept = cast(torch.randn(9, 96), slot, Want(columns=True)).columns if with_input else None
+    w = Operand(payload.t(), scale_inv.t(), MX())
     rest = slot, torch.float32, torch.float32, True
-    given = dy, None if activation == "none" else h, activation
-    dx, dw, db = ops.linear_backward(*given, kept, w, *rest)
-    _, expected_dw, expected_db = ops.linear_backward(*given, kept, w._replace(payload=None), *rest)
+    given = dy if activation == "none" else Computed(activation, (h,), dy)
+    dx, dw, db = run_backward(given, kept, w, *rest)
+    _, expected_dw, expected_db = run_backward(given, kept, None, *rest)
     assert torch.equal(dw, expected_dw)
     # a kernel sums in another order
     torch.testing.assert_close(db, expected_db)
@@ -201,5 +205,4 @@ def test_the_operator_of_backward(activation: str, with_input: bool, half: str) 
         (gradient,) = torch.autograd.grad(nn.functional.gelu(h64), h64, gradient)
     expected = gradient.numpy() @ in_numpy(payload, scale_inv).astype(np.float64)
     assert np.linalg.norm(dx.double().numpy() - expected) < 1e-6 * np.linalg.norm(expected)
-    operator = ops.linear_backward
-    torch.library.opcheck(operator.op, tuple(operator.signature.flattened((*given, kept, w, *rest))))
+    torch.library.opcheck(linear_backward.op, tuple(linear_backward.signature.flattened((dy, kept, w, *rest))))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.ops.formats import OPERAND_OF, PRODUCTS
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 # more than one block of inputs
 ROWS, INPUTS, OUTPUTS = (3, 16), 144, 48

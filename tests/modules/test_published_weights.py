@@ -34,7 +34,7 @@ from lightning_fp8 import (
     scaling_state,
 )
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 # blocks that are whole, ragged in one or both dimensions, smaller than one, and no multiples of 16
 SHAPES = [(256, 128), (200, 300), (576, 168), (24, 40), (130, 7), (1, 300), (300, 1)]

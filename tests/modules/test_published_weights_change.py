@@ -29,7 +29,7 @@ from lightning_fp8 import (
 )
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 X = torch.linspace(-2, 2, 6 * 200).view(6, 200)

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state, unconvert
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 MESSAGE = r"lightning_fp8: FP8 layers run neither in forward-mode .* `lightning_fp8\.unconvert\(model\)`.*`ignore_modu"
 

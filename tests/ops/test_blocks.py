@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,16 @@ from by_columns import padded, unpadded
 from fp8_numpy import cast_in_blocks, code_values
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, convert, ops
-from lightning_fp8.ops import reference
+from lightning_fp8 import BlockScaling, convert
+from lightning_fp8.core.casts import cast, cast_weight
+from lightning_fp8.ops import arithmetic
 from lightning_fp8.ops.cuda.plain import check_blocks, product_of_blocks
-from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scaling.plan import plan_of
+from lightning_fp8.scalings.emulation import product_of_blocks as product_of_the_reference
+from lightning_fp8.scalings.group_kernels import both_taken
+from lightning_fp8.scalings.operand import Operand, Slot, Want
+from lightning_fp8.scalings.products import multiply
 
 # rows, columns: empty, less than a block, a block, several, with partial blocks at the end
 SHAPES = [(0, 40), (1, 1), (3, 128), (129, 40), (300, 257)]
@@ -31,19 +34,20 @@ def numbers(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
     return x
 
 
-def slots(kind: str) -> tuple[ScalingState, Slot, WeightSlot]:
+def slots(kind: str) -> tuple[ScalingState, Slot, Slot]:
+    """Of an input and of a weight."""
     state = ScalingState([""], BlockScaling(power_of_2_scales=kind != "float32"))
-    current, history = CurrentScale(blocks=kind), torch.zeros(1, 2)
-    slot = Slot(state.scale, history, torch.tensor([0]), "e4m3", state, True, current)
-    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, True, current)
+    plan, generation = plan_of(state.recipe), state.model.generation
+    of_input = Slot(torch.tensor([0]), state, *plan.input, record=True, generation=generation)
+    return state, of_input, Slot(torch.tensor([2]), state, *plan.weight, record=True, generation=generation)
 
 
-def check(payload: Tensor, scale_inv: Tensor, x: Tensor, rows: int, kind: str) -> None:
-    codes, scales = cast_in_blocks(x.float().numpy(), "e4m3", rows, power_of_2=kind != "float32")
-    assert payload.dtype == torch.uint8
+def check(codes: Tensor, scale_inv: Tensor, x: Tensor, rows: int, kind: str) -> None:
+    expected, scales = cast_in_blocks(x.float().numpy(), "e4m3", rows, power_of_2=kind != "float32")
+    assert codes.dtype == torch.uint8
     assert np.array_equal(scale_inv.numpy(), scales)
     # the sign of a NaN does not matter
-    assert np.array_equal(np.where(payload.numpy() & 0x7F == 0x7F, 0x7F, payload.numpy()), codes)
+    assert np.array_equal(np.where(codes.numpy() & 0x7F == 0x7F, 0x7F, codes.numpy()), expected)
 
 
 def largest(x: Tensor) -> float:
@@ -56,55 +60,54 @@ def largest(x: Tensor) -> float:
 def test_both_layouts_have_their_own_blocks(
     kind: str, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(arithmetic, "CHUNK_ELEMENTS", 1000)
     x, (state, slot, _) = numbers(*shape, dtype), slots(kind)
-    rows, columns, scale_inv, columns_scale_inv = ops.cast_blocks(x, slot, "none", "both")
-    check(rows, scale_inv, x, 1, kind)
-    check(unpadded(columns, len(x)), columns_scale_inv, x.t(), 1, kind)
+    rows, columns, _ = cast(x, slot, Want(True, True))
+    check(rows.codes, rows.scale_inv, x, 1, kind)
+    check(unpadded(columns.codes, len(x)), columns.scale_inv, x.t(), 1, kind)
     assert np.array_equal(float(state.amax[0]), largest(x), equal_nan=True)
-    for layout, kept in (("rows", (rows, scale_inv)), ("columns", (columns, columns_scale_inv))):
-        made = ops.cast_blocks(x, slot, "none", layout)
-        assert [torch.equal(one, other) for one, other in zip(made[layout == "columns" :: 2], kept)] == [True, True]
-        assert [one.numel() for one in made[layout == "rows" :: 2]] == [0, 0]
+    for want, kept in ((Want(True, False), (rows, None)), (Want(False, True), (None, columns))):
+        for one, other in zip(cast(x, slot, want), kept):
+            assert (one is None) == (other is None)
+            assert one is None or all(map(torch.equal, one[:2], other[:2]))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_squares_of_a_weight(kind: str, shape: tuple[int, int]) -> None:
     x, (state, _, slot) = numbers(*shape), slots(kind)
-    payload, payload_t, scale_inv, _ = ops.cast_weight_blocks(x, slot, "both")
-    check(payload, scale_inv, x, 128, kind)
-    assert torch.equal(unpadded(payload_t, len(x)), payload.t())
+    rows, columns, _ = cast_weight(x, slot, Want(True, True))
+    check(rows.codes, rows.scale_inv, x, 128, kind)
+    assert torch.equal(columns.codes, rows.codes.t())
+    assert torch.equal(columns.scale_inv, rows.scale_inv.t())
     assert np.array_equal(float(state.amax[2]), largest(x), equal_nan=True)
+
+
+def operands(a: Tensor, b: Tensor, squares: bool) -> tuple[Operand, Operand]:
+    """Of an input, and of a weight or another input."""
+    _, slot, weight_slot = slots("float32")
+    made = cast(a, slot, Want()), cast_weight(b, weight_slot, Want()) if squares else cast(b, slot, Want())
+    return made[0].rows, made[1].rows
 
 
 @pytest.mark.parametrize("squares", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 5, 100), (130, 257, 300), (16, 128, 256)])
 def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool) -> None:
     generator = torch.Generator().manual_seed(m)
-    _, slot, weight_slot = slots("float32")
     a, b = (torch.randn(rows, k, generator=generator) * 10.0 ** torch.randn(rows, k) for rows in (m, n))
-    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "none", "rows")
-    b_fp8, _, b_inv, *_ = ops.cast_weight_blocks(b, weight_slot, "rows") if squares else _by_rows(b, slot)
-    values = []
-    for codes, scale_inv, rows in ((a_fp8, a_inv, 1), (b_fp8, b_inv, 128 if squares else 1)):
+    both, values = operands(a, b, squares), []
+    for (codes, scale_inv, _), rows in zip(both, (1, 128 if squares else 1), strict=True):
         scales = scale_inv.double().repeat_interleave(rows, 0).repeat_interleave(128, 1)[: len(codes), :k]
         values.append(torch.from_numpy(code_values("e4m3")[codes.numpy()]) * scales)
     bias = torch.randn(n)
     exact = values[0] @ values[1].T + bias
-    operands = Fp8Tensor(a_fp8, a_inv, "e4m3"), Fp8Tensor(b_fp8, b_inv, "e4m3")
     size = values[0].abs() @ values[1].abs().T
-    for found in (ops.scaled_mm(*operands, bias, torch.float32, fast) for fast in (True, False)):
+    for found in (multiply(*both, bias, torch.float32, fast) for fast in (True, False)):
         assert bool(((found.double() - exact).abs() <= 1e-6 * size + 1e-6).all())
     # the bias is rounded to the output's dtype and added to the sums, which are then rounded once
-    sums = ops.scaled_mm(*operands, None, torch.float32, True)
+    sums = multiply(*both, None, torch.float32, True)
     rounded = (sums + bias.bfloat16()).bfloat16()
-    assert torch.equal(ops.scaled_mm(*operands, bias, torch.bfloat16, True), rounded)
-
-
-def _by_rows(b: Tensor, slot: Slot) -> Any:
-    payload, _, scale_inv, _ = ops.cast_blocks(b, slot, "none", "rows")
-    return payload, None, scale_inv
+    assert torch.equal(multiply(*both, bias, torch.bfloat16, True), rounded)
 
 
 @pytest.mark.parametrize("squares", [True, False])
@@ -112,21 +115,18 @@ def _by_rows(b: Tensor, slot: Slot) -> Any:
 @pytest.mark.usefixtures("strict_products")
 def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, squares: bool) -> None:
     """cuBLASLt reads the scales of 333 rows as if they were 336."""
-    _, slot, weight_slot = slots("float32")
-    a, _, a_inv, _ = ops.cast_blocks(torch.randn(m, k), slot, "none", "rows")
-    w = torch.randn(n, k)
-    b, _, b_inv, *_ = ops.cast_weight_blocks(w, weight_slot, "rows") if squares else _by_rows(w, slot)
-    operands = Fp8Tensor(a, a_inv, "e4m3"), Fp8Tensor(b, b_inv, "e4m3")
+    both = operands(torch.randn(m, k), torch.randn(n, k), squares)
+    taken = both_taken(*both)
     for bias in (None, torch.randn(n)):
-        # as a payload by columns
-        longer = torch.nn.functional.pad(b, (0, padded(k) - k))
+        # as codes by columns
+        longer = torch.nn.functional.pad(both[1].codes, (0, padded(k) - k))
         assert torch.equal(
-            product_of_blocks(operands[0], operands[1]._replace(payload=longer), bias, torch.float32),
-            product_of_blocks(*operands, bias, torch.float32),
+            product_of_blocks(taken[0], taken[1]._replace(payload=longer), bias, torch.float32),
+            product_of_blocks(*taken, bias, torch.float32),
         )
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-            expected = reference.scaled_mm(*operands, bias, dtype, True)
-            found = product_of_blocks(*operands, bias, dtype)
+            expected = product_of_the_reference(*both, bias, dtype)
+            found = product_of_blocks(*taken, bias, dtype)
             assert found.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 

@@ -11,17 +11,22 @@ import torch
 from machines import B200, H100, RTX_4090, RTX_5090, THOR, run_as
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, convert, ops
+from lightning_fp8 import BlockScaling, convert
+from lightning_fp8.core.casts import cast, cast_weight
 from lightning_fp8.modules.phase import Phase
-from lightning_fp8.ops import blocks, reference
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import layouts, plain
-from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, WeightSlot, with_scale
 from lightning_fp8.runtime.device import Gpu
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.plan import plan_of
+from lightning_fp8.scalings import emulation, per_block
+from lightning_fp8.scalings.emulation import product_of_rounded_values
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Operand, Slot, Want
+from lightning_fp8.scalings.per_block import PerBlock
+from lightning_fp8.scalings.products import multiply
+from lightning_fp8.scalings.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
-POWERS = CurrentScale(blocks="power of 2")
 POWERS_OF_2 = BlockScaling(power_of_2_scales=True)
 # the largest relative difference of sums in fp32, in another order, to the sum of the terms' absolute values
 ORDER = 2.0**-18
@@ -31,8 +36,8 @@ ORDER = 2.0**-18
 def as_mx(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """A GPU without another product of blocks."""
     monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
-    for module in ("layouts", "dispatch"):
-        monkeypatch.setattr(f"lightning_fp8.ops.cuda.{module}.multiplies_as_mx", lambda device: True)
+    for module in (layouts, per_block):
+        monkeypatch.setattr(module, "multiplies_as_mx", lambda device: True)
     monkeypatch.setattr(plain, "scaled_mm_mx", plain.product_of_mx)
     return cuda_half
 
@@ -47,25 +52,25 @@ def spread(rows: int, columns: int, exponents: tuple[int, int] = (-6, 6)) -> Ten
     return values
 
 
-@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 640), (133, 171), (40, 20), (300, 1000)])
-def test_each_element_has_the_same_scale(rows: int, columns: int, weight: bool) -> None:
+def test_each_element_has_the_same_scale(
+    rows: int, columns: int, squares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(per_block, "multiplies_as_mx", lambda device: True)
     # from the least to the largest that fp32 holds
     x = spread(rows, columns, (-148, 126))
     x[-1, -1] = float("inf")
-    if weight:
-        made = blocks.cast_weight(x, WeightSlot(torch.zeros(1), "e4m3", None, False, POWERS), "both")
-        scales = made[2], made[2].t()
-    else:
-        made = blocks.cast(x, with_scale(torch.ones(()), "e4m3")._replace(current=POWERS), "none", "both")
-        scales = made[2:]
-    for payload, scale_inv in zip(made[:2], scales, strict=True):
-        tiles = blocks.in_tiles(scale_inv, payload)
-        assert (tiles.dtype, tiles.dim()) == (torch.uint8, 1)
-        k = min(payload.shape[1], 128 * scale_inv.shape[1])
-        codes = payload[:, :k]
-        expected = by_element(scale_inv, codes).expand(codes.shape)
-        assert torch.equal(by_element(tiles, codes).expand(codes.shape), expected)
+    scaling = PerBlock(squares=squares, powers_of_2=True)
+    made, _ = scaling.quantized(x, Want(True, True))
+    for side in made[:2]:
+        as_mx = scaling.as_multiplied(side)
+        assert (as_mx.scaling, as_mx.codes is side.codes) == (MX(squares=squares), True)
+        assert (as_mx.scale_inv.dtype, as_mx.scale_inv.dim()) == (torch.uint8, 1)
+        k = min(side.codes.shape[1], 128 * side.scale_inv.shape[1])
+        codes = side.codes[:, :k]
+        expected = by_element(side.scale_inv, codes).expand(codes.shape)
+        assert torch.equal(by_element(as_mx.scale_inv, codes).expand(codes.shape), expected)
         # also that of a block that is not finite, and the least, which has the code 0
         assert 1.0 in expected
         assert 2.0**-127 in expected or rows <= 128
@@ -96,7 +101,8 @@ def test_a_step_is_that_of_blocks(
     cuda_half.clear()
     request.getfixturevalue("as_mx")
     # the product of values, which takes any scales
-    monkeypatch.delattr(plain, "scaled_mm_dequantized")
+    monkeypatch.delattr(emulation, "product_of_rounded_values")
+    monkeypatch.delattr(emulation, "product_of_values")
     found = step(twin, x, dy)
     # the casts of x, of the weight, and of dy
     assert sum(cuda_half.values()) == 3
@@ -113,11 +119,13 @@ def test_both_payloads_of_a_kept_weight_are_in_mx(as_mx: Counter[str]) -> None:
         model(torch.randn(32, 256)).sum().backward()
         model.zero_grad()
     for layer in model:
-        operand = layer.fp8[""].weight_cast._cast
-        single = ops.cast_weight_operand(layer.weight.detach(), layer.fp8[""].slots["weight", Phase.EVALUATION], True)
-        for at in (2, 3):
-            assert operand[at].dtype == torch.uint8
-            assert torch.equal(operand[at], single[at])
+        kept = layer.fp8[""].weight_cast._cast
+        slot = layer.fp8[""].slots["weight", Phase.EVALUATION]
+        single = cast_weight(layer.weight.detach(), slot, Want(True, True))
+        for one, other in zip(kept[:2], single[:2], strict=True):
+            assert one.scaling == other.scaling == MX(squares=True)
+            assert one.scale_inv.dtype == torch.uint8
+            assert all(map(torch.equal, one[:2], other[:2]))
 
 
 def test_a_compiled_step(as_mx: Counter[str]) -> None:
@@ -144,14 +152,13 @@ def test_where_it_runs(gpu: Gpu | None, runs: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("as_mx")
 @pytest.mark.parametrize("recipe", [BlockScaling(), POWERS_OF_2])
 def test_scales_in_fp32_do_not_run_as_mx(recipe: Recipe) -> None:
-    slot = with_scale(torch.ones(()), "e4m3")._replace(current=recipe.current)
-    x = ops.cast_operand(torch.randn(48, 256), slot, "none", True)
+    slot = Slot(torch.zeros(1).long(), None, *plan_of(recipe).input)
+    x = cast(torch.randn(48, 256), slot, Want(True, True))
     expected = torch.uint8 if recipe == POWERS_OF_2 else torch.float32
-    assert x.scale_inv.dtype == x.columns_scale_inv.dtype == expected
+    assert x.rows.scale_inv.dtype == x.columns.scale_inv.dtype == expected
     # with a weight that came with scales in fp32, values are multiplied
     codes = torch.randint(0, 126, (64, 256), dtype=torch.uint8)
-    other = Fp8Tensor(codes, torch.rand(1, 2) + 0.5, "e4m3")
+    other = Operand(codes, torch.rand(1, 2) + 0.5, PerBlock(squares=True))
     if recipe == POWERS_OF_2:
-        out = ops.scaled_mm(Fp8Tensor(x.by_rows, x.scale_inv, "e4m3"), other, None, torch.float32, False)
-        a = Fp8Tensor(x.by_rows, x.scale_inv, "e4m3")
-        torch.testing.assert_close(out, reference.scaled_mm_dequantized(a, other, None, torch.float32))
+        out = multiply(x.rows, other, None, torch.float32, False)
+        torch.testing.assert_close(out, product_of_rounded_values(x.rows, other, None, torch.float32))

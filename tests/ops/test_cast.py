@@ -9,13 +9,14 @@ import torch
 from fp8_numpy import code_values, saturating_cast
 from slots import slot_of
 
-from lightning_fp8 import DelayedScaling, ops
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.cuda import dispatch as cuda
-from lightning_fp8.ops.cuda import plain
+from lightning_fp8 import DelayedScaling
+from lightning_fp8.core import casts
+from lightning_fp8.ops import library
+from lightning_fp8.ops.arithmetic import saturated
 from lightning_fp8.ops.dequantize import DEQUANTIZED_SHIFT, dequantize, has_nan
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scalings.operand import Operand, Slot, Want
 
 SCALES = [1.0, 0.37, 224.0, 1e-3, 3.0e38, 1.2e-38]
 
@@ -42,20 +43,37 @@ CASES = {
 }
 
 
+def by_reference(x: torch.Tensor, slot: Slot) -> Operand:
+    return slot.rows.by_reference(x, slot, Want()).rows  # type: ignore[return-value]
+
+
+def by_kernel(x: torch.Tensor, slot: Slot) -> Operand:
+    """What a GPU does, in torch's operations for an empty tensor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "cuda_on_cpu", True)
+        return slot.rows.cast(x, slot, Want()).rows  # type: ignore[return-value]
+
+
+HALVES = by_reference, by_kernel
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_equal_the_definition(case: str, fmt: str, scale: float) -> None:
+def test_bytes_equal_the_definition(case: str, fmt: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     x = CASES[case]()
     expected, second = (
         with_canonical_nan(oracle(x.float().numpy(), np.float32(scale), fmt), fmt)
         for oracle in (saturating_cast, fp8_ml_dtypes.saturating_cast)
     )
     np.testing.assert_array_equal(second, expected)
-    for implementation in (reference, plain):
-        payload = implementation.saturating_cast(x, torch.tensor(scale), FORMATS[fmt])
-        assert payload.dtype == torch.uint8
-        np.testing.assert_array_equal(with_canonical_nan(payload.numpy(), fmt), expected)
+    for on_gpu in (False, True):
+        # a GPU's does not look at the amax first
+        monkeypatch.setattr(library, "cuda_on_cpu", on_gpu)
+        for amax in (None, x.abs().max().float()):
+            codes = saturated(x, torch.tensor(scale), FORMATS[fmt], amax)
+            assert codes.dtype == torch.uint8
+            np.testing.assert_array_equal(with_canonical_nan(codes.numpy(), fmt), expected)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -73,13 +91,13 @@ def test_dequantize_gives_every_code_its_value(fmt: str) -> None:
 def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[float], dtype: torch.dtype) -> None:
     x = torch.tensor(values, dtype=dtype).reshape(-1, 1)
     expected = np.abs(np.array([0.0, *values])).max()
-    for implementation in (reference, plain, cuda):
+    for cast in HALVES:
         state = ScalingState(["a"], DelayedScaling())
         state.amax[1] = 2.0
-        implementation.cast(x, slot_of(state, record=True), "none", "rows")
+        cast(x, slot_of(state, record=True))
         np.testing.assert_array_equal(state.amax.numpy(), np.array([expected, 2.0, 0.0], dtype=np.float32))
         # recording takes the maximum: a smaller tensor changes nothing, not even after NaN
-        implementation.cast(x * 0 + 0.5, slot_of(state, record=True), "none", "rows")
+        cast(x * 0 + 0.5, slot_of(state, record=True))
         again = np.maximum(expected, 0.5) if np.isfinite(expected) and values else expected
         if np.isfinite(expected):
             np.testing.assert_array_equal(state.amax[0].numpy(), np.float32(again))
@@ -88,17 +106,17 @@ def test_recorded_amax_is_non_finite_exactly_when_an_element_is(values: list[flo
 @pytest.mark.usefixtures("host_kernels")
 def test_scale_comes_from_the_history_and_else_from_the_tensor() -> None:
     x = torch.tensor([[1.0, -4.0]])
-    for implementation in (reference, plain, cuda):
+    for cast in HALVES:
         # the second of two inputs
         state = ScalingState(["a", "b"], DelayedScaling())
-        payload, _, scale_inv = implementation.cast(x, slot_of(state, 1), "none", "rows")
+        codes, scale_inv, _ = cast(x, slot_of(state, 1))
         assert scale_inv == 4 / 448
-        assert payload.view(torch.float8_e4m3fn).float().tolist() == [[112, -448]]
+        assert codes.view(torch.float8_e4m3fn).float().tolist() == [[112, -448]]
         state.amax[1] = 2.0
         state.update()
-        payload, _, scale_inv = implementation.cast(x, slot_of(state, 1), "none", "rows")
+        codes, scale_inv, _ = cast(x, slot_of(state, 1))
         assert scale_inv == 1 / 224
-        assert payload.view(torch.float8_e4m3fn).float().tolist() == [[224, -448]]  # -4 saturates
+        assert codes.view(torch.float8_e4m3fn).float().tolist() == [[224, -448]]  # -4 saturates
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -106,8 +124,8 @@ def test_scale_inv_is_a_copy() -> None:
     state = ScalingState(["a"], DelayedScaling())
     state.amax[0] = 2.0
     state.update()
-    for implementation in (reference, plain, cuda):
-        _, _, scale_inv = implementation.cast(torch.ones(1, 1), slot_of(state), "none", "rows")
+    for cast in HALVES:
+        _, scale_inv, _ = cast(torch.ones(1, 1), slot_of(state))
         state.scale.mul_(2)
         assert scale_inv == 1 / 224
         state.scale.div_(2)
@@ -116,10 +134,10 @@ def test_scale_inv_is_a_copy() -> None:
 @pytest.mark.usefixtures("host_kernels")
 def test_first_use_without_a_finite_amax_keeps_the_finite_elements() -> None:
     x = torch.tensor([[float("inf"), 2.0, float("nan")]])
-    for implementation in (reference, plain, cuda):
+    for cast in HALVES:
         state = ScalingState(["a"], DelayedScaling())
-        payload, _, scale_inv = implementation.cast(x, slot_of(state), "none", "rows")
-        values = payload.view(torch.float8_e4m3fn).float()[0]
+        codes, scale_inv, _ = cast(x, slot_of(state))
+        values = codes.view(torch.float8_e4m3fn).float()[0]
         assert scale_inv == 1
         assert values[:2].tolist() == [448, 2]
         assert values[2].isnan()
@@ -128,7 +146,6 @@ def test_first_use_without_a_finite_amax_keeps_the_finite_elements() -> None:
 def test_non_contiguous_input_gives_a_contiguous_payload() -> None:
     x = torch.randn(40, 24)
     state = ScalingState(["a"], DelayedScaling())
-    straight, *_ = ops.cast(x.t().contiguous(), slot_of(state), "none", "rows")
-    strided, *_ = ops.cast(x.t(), slot_of(state), "none", "rows")
+    straight, strided = (casts.cast(one, slot_of(state), Want()).rows.codes for one in (x.t().contiguous(), x.t()))
     assert torch.equal(straight, strided)
     assert strided.is_contiguous()

@@ -23,7 +23,7 @@ from lightning_fp8 import (
     feed_forward,
     scaling_state,
 )
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:dynamo_pgo force disabled")
 # compiled again, in this process
@@ -61,7 +61,7 @@ def converted(recipe: Recipe, dtype: str) -> nn.Module:
     """Each kind of layer, in blocks a linear one."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, INPUTS))
-    parts = [] if recipe.current.blocks else [Gated(), block]
+    parts = [] if recipe.scaling("input").has_blocks else [Gated(), block]
     model = nn.Sequential(*parts, nn.Linear(INPUTS, HIDDEN, bias=False), nn.Linear(HIDDEN, OUTPUTS, bias=False))
     return convert(model.to(DTYPES[dtype]), recipe, min_features=0)
 

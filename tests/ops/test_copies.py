@@ -18,7 +18,7 @@ from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.ops.cuda import kernels, plain, rule
 from lightning_fp8.ops.operand import Fp8Tensor
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, HIDDEN),

@@ -17,15 +17,20 @@ from sqnr import sqnr
 from torch import Tensor, nn
 
 from kernels_cuda import gemm_variants
-from lightning_fp8 import BlockScaling, MXScaling, convert, ops, scaling_state
+from lightning_fp8 import BlockScaling, MXScaling, convert, scaling_state
+from lightning_fp8.core.casts import cast, cast_weight
 from lightning_fp8.modules.phase import Phase
-from lightning_fp8.ops import blocks, reference
+from lightning_fp8.ops import library
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import kernels
 from lightning_fp8.ops.cuda.kernels import Variant
-from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.plan import plan_of
+from lightning_fp8.scalings.emulation import product_of_blocks
+from lightning_fp8.scalings.operand import Cast as Made
+from lightning_fp8.scalings.operand import Slot, Want
+from lightning_fp8.scalings.products import multiply
+from lightning_fp8.scalings.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 CPU = torch.device("cpu")
@@ -39,34 +44,61 @@ def chosen(cuda_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[
     return cuda_half
 
 
-def slots(kind: str, record: bool = True) -> tuple[ScalingState, Slot, WeightSlot]:
-    recipe = BlockScaling(power_of_2_scales=kind == "power of 2") if "e8m0" not in kind else MXScaling()
-    state = ScalingState(["layer"], recipe)
-    current = CurrentScale(blocks=kind)
-    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, record, current)
-    return state, slot, WeightSlot(torch.tensor([2]), "e4m3", state, record, current)
+KINDS: dict[str, Recipe] = {
+    "float32": BlockScaling(),
+    "power of 2": BlockScaling(power_of_2_scales=True),
+    "e8m0": MXScaling(),
+    "e8m0 squares": MXScaling(weight_blocks=(32, 32)),
+}
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
-@pytest.mark.parametrize("kind", ["float32", "power of 2", "e8m0", "e8m0 squares"])
-def test_casts_equal_the_reference(cuda_half: Counter[str], kind: str, layout: str) -> None:
+def slots(kind: str, record: bool = True) -> tuple[ScalingState, Slot, Slot]:
+    """Of an input and of a weight."""
+    state = ScalingState(["layer"], KINDS[kind])
+    plan, generation = plan_of(state.recipe), state.model.generation
+    of_input = Slot(torch.tensor([0]), state, *plan.input, record, generation=generation)
+    return state, of_input, Slot(torch.tensor([2]), state, *plan.weight, record, generation=generation)
+
+
+@pytest.mark.parametrize("want", [Want(), Want(False, True), Want(True, True, True)], ids=["rows", "columns", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_casts_equal_the_reference(
+    cuda_half: Counter[str], kind: str, want: Want, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = torch.randn(200, 310) * torch.randn(200, 1).exp()
     wide[3, 4] = float("inf")
     # transposed, the last one without a copy; nothing is recorded of the second
     for number, x in enumerate((wide, wide[:, 7:290], wide[:0], wide.t(), wide[:192, :304].t())):
-        both = slots(kind, number != 1), slots(kind, number != 1)
-        (theirs, slot, weight_slot), (ours, our_slot, our_weight_slot) = both
-        expected = blocks.cast(x, slot, "none", layout), blocks.cast_weight(x, weight_slot, layout)
+        (theirs, *their_slots), (ours, *our_slots) = slots(kind, number != 1), slots(kind, number != 1)
+        of_weight = want._replace(sums=False)
+        monkeypatch.setattr(library, "cuda_on_cpu", False)
+        expected = cast(x, their_slots[0], want), cast_weight(x, their_slots[1], of_weight)
+        monkeypatch.setattr(library, "cuda_on_cpu", True)
         cuda_half.clear()
-        made = ops.cast_blocks(x, our_slot, "none", layout), ops.cast_weight_blocks(x, our_weight_slot, layout)
+        made = cast(x, our_slots[0], want), cast_weight(x, our_slots[1], of_weight)
         assert len(cuda_half) == (2 if len(x) else 0)
-        for at, (one, other) in enumerate(zip((*made[0], *made[1]), (*expected[0], *expected[1]), strict=True)):
-            # in E8M0, a block with an infinity is NaN
-            payloads = at % 4 < 2
-            assert torch.equal(*(without_signs_of_nan(codes) if payloads else codes for codes in (one, other)))
+        for one, other in zip(made, expected, strict=True):
+            assert_same(one, other, len(x))
         assert torch.equal(ours.amax, theirs.amax)
         assert number != 1 or ours.amax[0] == 0
         assert torch.equal(ours.scale.nan_to_num(0), theirs.scale.nan_to_num(0))
+
+
+def assert_same(made: Made, expected: Made, rows: int) -> None:
+    for one, other in zip(made[:2], expected[:2], strict=True):
+        assert (one is None) == (other is None)
+        if one is None or other is None:
+            continue
+        assert one.scaling == other.scaling
+        # on the CPU, the codes of squares by columns are a view, which is not padded
+        codes = one.codes[:, : other.codes.shape[1]], other.codes
+        assert not one.codes[:, other.codes.shape[1] :].any()
+        # in E8M0, a block with an infinity is NaN
+        assert torch.equal(*map(without_signs_of_nan, codes))
+        assert torch.equal(one.scale_inv, other.scale_inv)
+    assert (made.sums is None) == (expected.sums is None)
+    if made.sums is not None:
+        torch.testing.assert_close(made.sums, expected.sums, rtol=1e-5, atol=1e-4)
 
 
 def without_signs_of_nan(codes: Tensor) -> Tensor:
@@ -78,26 +110,25 @@ def test_products_are_those_of_the_values(chosen: Counter[str], squares: bool) -
     _, slot, weight_slot = slots("float32")
     # K is not a multiple of 16, so operands are padded
     a, b = (torch.randn(rows, 300) * torch.randn(rows, 300).mul(3).exp() for rows in (70, 140))
-    a_fp8, _, a_inv, _ = ops.cast_blocks(a, slot, "none", "rows")
+    a_fp8 = cast(a, slot, Want()).rows
     if squares:
-        # as dgrad takes them: the payload by columns is padded, and its scales are a transposed view
-        _, b_fp8, b_inv, _ = ops.cast_weight_blocks(b.t().contiguous(), weight_slot, "both")
-        assert b_fp8.shape == (140, 304)
-        b_inv = b_inv.t()
+        # as dgrad takes them: the codes by columns are padded, and their scales are a transposed view
+        b_fp8 = cast_weight(b.t().contiguous(), weight_slot, Want(True, True)).columns
+        assert b_fp8.codes.shape == (140, 304)
     else:
-        b_fp8, _, b_inv, _ = ops.cast_blocks(b, slot, "none", "rows")
+        b_fp8 = cast(b, slot, Want()).rows
     chosen.clear()
-    bias, operands = torch.randn(140), (Fp8Tensor(a_fp8, a_inv, "e4m3"), Fp8Tensor(b_fp8, b_inv, "e4m3"))
-    out = ops.scaled_mm(*operands, bias, torch.bfloat16, squares)
+    bias = torch.randn(140)
+    out = multiply(a_fp8, b_fp8, bias, torch.bfloat16, squares)
     assert any(name.startswith("gemm_sm89") and name.endswith(f"={128 if squares else 1}") for name in chosen)
     values = [
-        payload[:, :300].view(torch.float8_e4m3fn).double() * by_element(inverse, payload[:, :300])
-        for payload, inverse in ((a_fp8, a_inv), (b_fp8, b_inv))
+        one.codes[:, :300].view(torch.float8_e4m3fn).double() * by_element(one.scale_inv, one.codes[:, :300])
+        for one in (a_fp8, b_fp8)
     ]
     exact, size = values[0] @ values[1].t() + bias.bfloat16(), values[0].abs() @ values[1].abs().t()
     assert_close(out, exact, size, ACCUMULATION[True])
     # the reference adds in a different order, and exactly
-    other = reference.scaled_mm(*operands, bias, torch.bfloat16, True)
+    other = product_of_blocks(a_fp8, b_fp8, bias, torch.bfloat16)
     assert sqnr(out, other) > 50
 
 
@@ -184,14 +215,15 @@ def test_all_weights_of_a_model_in_one_launch(chosen: Counter[str], recipe: Reci
         state.update()
         made = [layer.fp8[""].weight_cast._cast for layer in model]
         noted = state.amax.clone(), state.scale.clone()
-        for layer, operand in zip(model, made, strict=True):
-            rows = layer.fp8[""]
-            alone = ops.cast_weight_operand(
-                rows.n_by_k(layer.weight.detach()), rows.slots["weight", Phase.EVALUATION], True
-            )
-            for one, other in zip(operand[:4], alone[:4], strict=True):
-                assert one.dtype == other.dtype
-                assert torch.equal(one, other)
+        for layer, kept in zip(model, made, strict=True):
+            gemm = layer.fp8[""]
+            weight = gemm.n_by_k(layer.weight.detach())
+            alone = cast_weight(weight, gemm.slots["weight", Phase.EVALUATION], Want(True, True))
+            for one, other in zip(kept[:2], alone[:2], strict=True):
+                assert one.scaling == other.scaling
+                for part, of_other in zip(one[:2], other[:2], strict=True):
+                    assert part.dtype == of_other.dtype
+                    assert torch.equal(part, of_other)
         assert all(map(torch.equal, (state.amax, state.scale), noted))
         assert state.amax[8:].tolist() == [layer.weight.abs().max().item() for layer in model]
         optimizer.step()

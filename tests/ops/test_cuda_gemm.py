@@ -13,11 +13,13 @@ from kernels_cuda import gemm, gemm_variants
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from kernels_cuda.load import load
-from lightning_fp8 import BlockScaling, DelayedScaling, MXScaling, convert, ops, scaling_state
+from lightning_fp8 import BlockScaling, DelayedScaling, MXScaling, convert, scaling_state
+from lightning_fp8.core.casts import scaled_mm
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import kernels, rule
-from lightning_fp8.ops.operand import Fp8Tensor
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.operand import Operand
+from lightning_fp8.scalings.per_tensor import PerTensor
+from lightning_fp8.scalings.recipe import Recipe
 
 pytestmark = pytest.mark.cuda
 GUARD = 512
@@ -124,13 +126,13 @@ def test_ten_thousand_launches_with_other_streams_busy(gpu: torch.device) -> Non
 
 def test_the_operator_in_a_graph(gpu: torch.device) -> None:
     case = on_device(operands(300, 136, 400), gpu)
-    a, b = (Fp8Tensor(*scaled, "e4m3") for scaled in case.scaled)
+    a, b = (Operand(*scaled, PerTensor()) for scaled in case.scaled)
     # precise sums, which ours has on some GPUs
     arguments = (a, b, None, torch.bfloat16, False)
-    eager = ops.scaled_mm(*arguments)
+    eager = scaled_mm(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.scaled_mm(*arguments)
+        captured = scaled_mm(*arguments)
     case.a.copy_(case.a.flip(0))
     graph.replay()
     assert torch.equal(captured, eager.flip(0))

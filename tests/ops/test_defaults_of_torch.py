@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_fp8 import convert, export, load_exported, scaling_state
 from lightning_fp8.callbacks.watch import Limits, Watch
 from lightning_fp8.runtime.switch import default_dtype
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 # a tensor on "meta" takes part in no operation with others, as one on a GPU
 DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kernels_cuda import casts
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, ops, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state
+from lightning_fp8.core.casts import cast_weight
 from lightning_fp8.ops.cuda import layouts
-from lightning_fp8.ops.operand import WeightSlot
 from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.runtime.switch import default_dtype
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.plan import plan_of
+from lightning_fp8.scalings.operand import Slot, Want
+from lightning_fp8.scalings.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -112,9 +114,9 @@ def test_bytes_that_casts_write_and_backward_keeps(
     inputs, weights = {"linear": (WIDTH, 1), "Llama": (WIDTH + HIDDEN, 3)}[layer]
     assert uint8_bytes(saved) == 64 * inputs + weights * WIDTH * HIDDEN
     for gemm in (one for part in model.modules() for one in getattr(part, "fp8", {}).values()):
-        operand = gemm.weight_cast._cast
-        assert uint8_bytes([operand.by_rows, operand.by_columns]) == payloads * WIDTH * HIDDEN
-        assert torch.equal(operand.by_columns, operand.by_rows.t())
+        rows, columns, _ = gemm.weight_cast._cast
+        assert uint8_bytes([rows.codes, columns.codes]) == payloads * WIDTH * HIDDEN
+        assert torch.equal(columns.codes, rows.codes.t())
 
 
 def test_a_frozen_base_keeps_one_byte_a_parameter(cuda_half: Counter[str], request: pytest.FixtureRequest) -> None:
@@ -139,12 +141,10 @@ def test_a_frozen_base_keeps_one_byte_a_parameter(cuda_half: Counter[str], reque
 def test_operands_with_several_scales_are_k_major(kind: str) -> None:
     weight, recipe = torch.randn(256, 128), BlockScaling()
     if kind == "blocks":
-        made = ops.cast_weight_operand(
-            weight, WeightSlot(torch.zeros(1).long(), "e4m3", None, False, recipe.current), True
-        )
-        assert made.by_columns.is_contiguous()
+        slot = Slot(torch.zeros(1).long(), None, *plan_of(recipe).weight)
+        assert cast_weight(weight, slot, Want(True, True)).columns.codes.is_contiguous()
     held = with_codes(nn.Linear(128, 256), kind).weight
-    assert held.operand_payloads()[1].is_contiguous()
+    assert held.codes()[1].is_contiguous()
 
 
 @pytest.mark.usefixtures("strict_products")

@@ -24,10 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fp8 import convert, ops
+from lightning_fp8 import convert
+from lightning_fp8.core.casts import scaled_mm
+from lightning_fp8.core.feed_forward import mlp_backward
 from lightning_fp8.examples.transformer_block import Block
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
-from lightning_fp8.ops.operand import Columns, Fp8Tensor
+from lightning_fp8.scalings.operand import Operand
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 Forward = Callable[..., Any]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -187,24 +190,29 @@ def test_feed_forward_as_one(frozen: tuple[str, ...], activation: str, x_needs_g
 
 
 def test_products_called_directly() -> None:
-    a, b = (Fp8Tensor(torch.zeros(rows, 24, dtype=torch.uint8), torch.tensor(1.0), "e4m3") for rows in (5, 7))
+    a, b = (Operand(torch.zeros(rows, 24, dtype=torch.uint8), torch.tensor(1.0), PerTensor()) for rows in (5, 7))
     expected = flops(lambda: torch.randn(5, 24) @ torch.randn(24, 7))
     # the padding of a payload by columns is not counted
-    padded = b._replace(payload=F.pad(b.payload, (0, 8)))
-    assert flops(lambda: ops.scaled_mm(a, padded, None, torch.bfloat16, True)) == expected
-    assert flops(lambda: ops.scaled_mm(a, b, None, torch.bfloat16, True)) == expected
+    padded = b._replace(codes=F.pad(b.codes, (0, 8)))
+    assert flops(lambda: scaled_mm(a, padded, None, torch.bfloat16, True)) == expected
+    assert flops(lambda: scaled_mm(a, b, None, torch.bfloat16, True)) == expected
 
 
 def test_a_backward_through_an_activation_counts_by_the_width_before_it() -> None:
-    m, n, k = 5, 14, 24
+    m, n, k, last = 5, 14, 24, 10
     state = convert(nn.Linear(k, n), min_features=0).scaling_state
-    x, w = (Columns(torch.zeros(k, size, dtype=torch.uint8), torch.ones(()), "e4m3") for size in (m, n))
-    dy, h, slot = torch.randn(m, n // 2), torch.randn(m, n), slot_of(state, 1, "e5m2")
+
+    def columns(rows: int, size: int) -> Operand:
+        return Operand(torch.zeros(rows, size, dtype=torch.uint8), torch.ones(()), PerTensor())
+
+    x, w_1, a, w_2 = columns(k, m), columns(k, n), columns(n // 2, m), columns(n // 2, last)
+    dy, h, slots = torch.randn(m, last), torch.randn(m, n), [slot_of(state, 1, "e5m2")] * 2
 
     def backward() -> None:
-        ops.linear_backward(dy, h, "swiglu", x, w, slot, torch.float32, torch.float32, False)
+        dtypes = torch.float32, torch.float32
+        mlp_backward(dy, h, "swiglu", x, w_1, a, w_2, *slots, *dtypes, [False, False])
 
-    assert flops(backward) == 2 * 2 * m * n * k
+    assert flops(backward) == 2 * 2 * m * n * k + 2 * 2 * m * n // 2 * last
 
 
 # --- torch.compile, Lightning ---

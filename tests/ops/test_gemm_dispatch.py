@@ -16,11 +16,14 @@ from pairwise import pairwise
 from torch import Tensor, nn
 
 from kernels_cuda.gemm_variants import configurations
-from lightning_fp8 import DelayedScaling, convert, ops
+from lightning_fp8 import DelayedScaling, convert
+from lightning_fp8.core.casts import scaled_mm
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import gemm, rule
 from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.runtime.device import Gpu
+from lightning_fp8.scalings.operand import Operand
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 # the last one has a row for which one more small tile would be needed than an H100 has multiprocessors
@@ -97,7 +100,7 @@ def test_a_kernel_gives_the_product(
     a, b = operands(*size)
     # neither contiguous nor in the output's dtype
     addend = None if bias is None else torch.randn(n, 2).to(bias)[:, 1]
-    out = gemm.scaled_mm(a, b, addend, output, False)
+    out = gemm.one_scale(a, b, addend, output, False)
     assert out.shape == (m, n)
     assert out.dtype == output
     assert out.is_contiguous()
@@ -109,7 +112,7 @@ def test_a_kernel_gives_the_product(
 @pytest.mark.parametrize("m, n, k", [(0, 16, 32), (4, 0, 32), (5, 3, 0)])  # noqa: PT006
 def test_nothing_is_launched_where_there_is_nothing_to_compute(gemms: Gemms, m: int, n: int, k: int) -> None:
     a, b, bias = *operands(m, n, k), torch.randn(n)
-    out = gemm.scaled_mm(a, b, bias, torch.bfloat16, False)
+    out = gemm.one_scale(a, b, bias, torch.bfloat16, False)
     assert torch.equal(out, bias.bfloat16().expand(m, n))
     assert gemms.kernels == []
 
@@ -123,7 +126,7 @@ def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
         lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
     ):
         placed = (operand._replace(payload=place(operand.payload)) for operand in (a, b))
-        out = gemm.scaled_mm(*placed, None, torch.float32, False)
+        out = gemm.one_scale(*placed, None, torch.float32, False)
         assert_one_rounding(out, a, b)
     assert len(gemms.kernels) == 4
 
@@ -147,7 +150,7 @@ def test_torchs_gemm_takes_the_place_of_a_kernel_that_is_not_to_be_had(
 ) -> None:
     gemms.are_missing = True
     a, b = operands(17, 15, 400)
-    out = gemm.scaled_mm(a, b, torch.ones(15), torch.bfloat16, False)
+    out = gemm.one_scale(a, b, torch.ones(15), torch.bfloat16, False)
     assert_one_rounding(out, a, b, 1.0)
     assert torch_products == [(17, 400, 16, False)]
 
@@ -163,7 +166,7 @@ def test_by_the_rule_torchs_gemm_runs(
     # cuBLASLt would take its neighbours for it
     bias = torch.randn(n, 2).bfloat16()[:, 1]
     for output in (torch.bfloat16, torch.float32):
-        out = gemm.scaled_mm(a, b, bias, output, True)
+        out = gemm.one_scale(a, b, bias, output, True)
         assert out.is_contiguous()
         assert_one_rounding(out, a, b, bias.to(output).double())
     # cuBLASLt takes multiples of 16
@@ -177,7 +180,8 @@ def test_kernels_from_their_sources_are_given_what_they_take(
     run_as(H100, monkeypatch)
     a, b = operands(70, 37, 300)
     bias = torch.randn(37)
-    out = ops.scaled_mm(a, b, bias, torch.float32, False)
+    operand_a, operand_b = (Operand(one.payload, one.scale_inv, PerTensor(one.format)) for one in (a, b))
+    out = scaled_mm(operand_a, operand_b, bias, torch.float32, False)
     assert_one_rounding(out, a, b, bias.double(), ACCUMULATION[True])
     assert {name.split()[0]: count for name, count in cuda_half.items()} == {"gemm_sm90": 1}
 

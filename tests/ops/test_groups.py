@@ -15,13 +15,16 @@ from slots import slot_of
 from torch import Tensor
 
 from lightning_fp8 import DelayedScaling
-from lightning_fp8.ops import groups as ops
+from lightning_fp8.core import groups as ops
+from lightning_fp8.core.groups import groups_of
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.groups import groups_of
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Groups, Slot
+from lightning_fp8.ops.operand import Groups
 from lightning_fp8.scaling.state import ScalingState
+from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 MOST = 6
+BOTH = Want(True, True)
 K, N = 64, 192
 
 
@@ -98,7 +101,7 @@ def problem(number: int) -> tuple[dict[str, Any], int]:
     return {
         "x": x,
         "dy": dy,
-        "w": Fp8Operand(weight, weight.mT.contiguous(), scale_inv, scale_inv, "e4m3"),
+        "w": Cast(*(Operand(one, scale_inv, PerTensor()) for one in (weight, weight.mT.contiguous()))),
         "bias": torch.randn(count, N, generator=generator) if number % 2 else None,
         "groups": groups_of(chosen, count),
         "k_by_n": number % 4 == 1,
@@ -108,15 +111,15 @@ def problem(number: int) -> tuple[dict[str, Any], int]:
 def results(given: dict[str, Any], count: int) -> tuple[list[Tensor], ScalingState]:
     """Output, gradients and what is left in the state."""
     state, groups, w = state_of(count), given["groups"], given["w"]
-    x_fp8 = ops.cast_groups_operand(given["x"], stack_slot(state, "input", "e4m3", count), groups, True)
+    x = ops.cast_groups(given["x"], stack_slot(state, "input", "e4m3", count), groups, BOTH)
     slot = stack_slot(state, "grad_output", "e5m2", count)
     shape = (count, K, N) if given["k_by_n"] else (count, N, K)
-    rest = given["bias"], x_fp8, w, groups, slot, torch.float32, given["k_by_n"]
-    y = ops.linear_groups(given["x"], torch.empty(shape), *rest)
-    columns = [Columns(one.by_columns, one.columns_scale_inv, one.format) for one in (x_fp8, w)]
+    rest = groups, slot, torch.float32, given["k_by_n"]
+    y = ops.linear_groups(given["x"], torch.empty(shape), given["bias"], *x[:2], *w[:2], *rest)
     dtypes = torch.float32, torch.float32
+    columns = x.columns, w.columns
     gradients = ops.linear_groups_backward(given["dy"], *columns, groups, slot, *dtypes, True, given["k_by_n"])
-    return [y, *gradients, x_fp8.scale_inv], state
+    return [y, *gradients, x.rows.scale_inv], state
 
 
 def test_sixty_routings_by_kernels_and_one_by_one(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +144,8 @@ def test_gradients_by_the_definition() -> None:
         x, dy = (torch.round(given[name].clamp(-2, 2)) for name in ("x", "dy"))
         given |= {"x": x, "dy": dy}
         (y, dx, dw, db, _), _ = results(given, count)
-        w = given["w"].by_rows.view(FORMATS["e4m3"].dtype).double() * given["w"].scale_inv.double()[:, None, None]
+        codes, scale_inv, _ = given["w"].rows
+        w = codes.view(FORMATS["e4m3"].dtype).double() * scale_inv.double()[:, None, None]
         groups: Groups = given["groups"]
         group = torch.searchsorted(groups.edges, groups.position.int(), right=True) - 1
         expected = torch.einsum("tk,tnk->tn", x.double(), w[group])
@@ -170,26 +174,25 @@ def test_torchaos_emulated_products() -> None:
         # powers of two, as scales in MX are
         state.amax_history[0] = 1.0
         state.scale = 2.0 ** (torch.arange(len(state.scale)) % 5).float()
-        x = ops.cast_groups_operand(given["x"], stack_slot(state, "input", "e4m3", count), groups, True)
-        a, b = Fp8Tensor(x.by_rows, x.scale_inv, "e4m3"), Fp8Tensor(w.by_rows, w.scale_inv, "e4m3")
-        by_rows = ops._ONE_BY_ONE.by_rows(a, b, None, groups, torch.float32, False)
-        columns = Fp8Tensor(x.by_columns, x.scale_inv, "e4m3")
-        by_depth = ops._ONE_BY_ONE.by_depth(columns, columns, groups, torch.float32)
+        x = ops.cast_groups(given["x"], stack_slot(state, "input", "e4m3", count), groups, BOTH)
+        by_rows = x.rows.scaling.multiply_groups(x.rows, w.rows, None, groups, torch.float32, False)
+        by_depth = x.columns.scaling.multiply_depths(x.columns, x.columns, groups, torch.float32)
         of_rows, last = groups.of_tile.clamp(min=0).repeat_interleave(128), int(groups.edges[-1])
-        scales = x.scale_inv[of_rows]
+        scales = x.rows.scale_inv[of_rows]
         dtype = FORMATS["e4m3"].dtype
         found = torchao._emulated_mxfp8_scaled_grouped_mm_2d_3d(
-            x.by_rows.view(dtype)[:last],
+            x.rows.codes.view(dtype)[:last],
             scales[:last, None].expand(-1, K // 32),
-            w.by_rows.view(dtype).mT,
-            w.scale_inv[:, None, None].expand(-1, K // 32, N),
+            w.rows.codes.view(dtype).mT,
+            w.rows.scale_inv[:, None, None].expand(-1, K // 32, N),
             groups.edges[1:],
             torch.bfloat16,
         )
-        expected = by_rows[:last].to(torch.bfloat16).float()
+        expected = by_rows.to(torch.bfloat16).float()
+        found = found.index_select(0, groups.position)
         torch.testing.assert_close(found.float(), expected, rtol=2.0**-7, atol=2.0**-7 * expected.abs().max().item())
         of_columns = scales.view(-1, 32)[:, 0].expand(K, -1)[:, : last // 32]
-        operand = x.by_columns.view(dtype)[:, :last], of_columns
+        operand = x.columns.codes.view(dtype)[:, :last], of_columns
         found = torchao._emulated_mxfp8_scaled_grouped_mm_2d_2d(*operand, *operand, groups.edges[1:], torch.bfloat16)
         torch.testing.assert_close(
             found.float(), by_depth, rtol=2.0**-7, atol=2.0**-7 * max(1.0, by_depth.abs().max().item())
@@ -204,18 +207,17 @@ def test_operators_and_their_fakes(half: str, request: pytest.FixtureRequest) ->
     state, groups, w = state_of(count), given["groups"], given["w"]
     slots = [stack_slot(state, role, fmt, count) for role, fmt in (("input", "e4m3"), ("grad_output", "e5m2"))]
     checks = ("test_schema", "test_faketensor")
-    for layout in ("rows", "columns", "both"):
-        flat = ops.cast_groups.signature.flattened((given["x"], slots[0], groups, layout))
-        torch.library.opcheck(ops.cast_groups.op, tuple(flat), test_utils=checks)
-    x_fp8 = ops.cast_groups_operand(given["x"], slots[0], groups, True)
+    for layout in ((True, False), (False, True), (True, True)):
+        flat = ops._cast_op.signature.flattened((given["x"], slots[0], groups, *layout))
+        torch.library.opcheck(ops._cast_op.op, tuple(flat), test_utils=checks)
+    x = ops.cast_groups(given["x"], slots[0], groups, BOTH)
     weight = torch.randn(count, N, K, requires_grad=True)
-    arguments = given["x"].requires_grad_(), weight, given["bias"].requires_grad_(), x_fp8, w, groups
+    arguments = given["x"].requires_grad_(), weight, given["bias"].requires_grad_(), *x[:2], *w[:2], groups
     flat = ops.linear_groups.signature.flattened((*arguments, slots[1], torch.float32, False))
     torch.library.opcheck(ops.linear_groups.op, tuple(flat), test_utils=(*checks, "test_aot_dispatch_static"))
     for k_by_n, bias in ((True, True), (False, False)):
-        columns = [Columns(one.by_columns, one.columns_scale_inv, one.format) for one in (x_fp8, w)]
         rest = groups, slots[1], torch.bfloat16, torch.float32, bias, k_by_n
-        flat = ops.linear_groups_backward.signature.flattened((given["dy"], *columns, *rest))
+        flat = ops.linear_groups_backward.signature.flattened((given["dy"], x.columns, w.columns, *rest))
         torch.library.opcheck(ops.linear_groups_backward.op, tuple(flat), test_utils=checks)
 
 
@@ -225,10 +227,10 @@ def test_flops_are_those_of_the_rows() -> None:
     given, count = problem(3)
     state = state_of(count)
     slot = stack_slot(state, "input", "e4m3", count)
-    x_fp8 = ops.cast_groups_operand(given["x"], slot, given["groups"], True)
+    made, w = ops.cast_groups(given["x"], slot, given["groups"], BOTH), given["w"]
     x, weight = given["x"].requires_grad_(), torch.randn(count, N, K, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        y = ops.linear_groups(x, weight, None, x_fp8, given["w"], given["groups"], slot, torch.float32, False)
+        y = ops.linear_groups(x, weight, None, *made[:2], *w[:2], given["groups"], slot, torch.float32, False)
         assert counter.get_total_flops() == 2 * math.prod((len(x), N, K))
         y.sum().backward()
     assert counter.get_total_flops() == 6 * math.prod((len(x), N, K))

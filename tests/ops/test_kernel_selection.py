@@ -23,18 +23,23 @@ from kernels_cuda.compile import CompileError, KernelsUnavailable
 from kernels_cuda.gemm import Operand
 from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import DelayedScaling
-from lightning_fp8.ops.cuda import check, kernels, plain, rule
-from lightning_fp8.ops.cuda import dispatch as cuda
+from lightning_fp8.ops import library
+from lightning_fp8.ops.cuda import check, kernels, rule
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scalings.operand import Want
 
 CPU = torch.device("cpu")
 
 
-def cast(x: torch.Tensor, implementation: object = cuda) -> tuple[torch.Tensor, ...]:
+def cast(x: torch.Tensor, by_torch: bool = False) -> tuple[torch.Tensor, ...]:
+    """The cast of a GPU: codes and scales of both layouts, and the amaxes."""
     state = ScalingState(["a"], DelayedScaling())
-    made = implementation.cast(x, slot_of(state, record=True), "none", "both")  # type: ignore[attr-defined]
-    return (*made, state.amax)
+    slot, want = slot_of(state, record=True), Want(True, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "cuda_on_cpu", True)
+        made = (slot.rows.by_reference if by_torch else slot.rows.cast)(x, slot, want)
+    return *made.rows[:2], *made.columns[:2], state.amax  # type: ignore[index]
 
 
 PLAIN = [(dtype, fmt, "none", False) for dtype in casts.INPUTS for fmt in casts.FORMATS]
@@ -155,7 +160,7 @@ def test_a_kernel_that_fails_is_named_once_and_not_used(case: str, monkeypatch: 
         second = use()
     assert passed == []
     for found in (first, second):
-        assert found is None if family != "cast_transpose" else all(map(torch.equal, found, cast(x, plain)))
+        assert found is None if family != "cast_transpose" else all(map(torch.equal, found, cast(x, by_torch=True)))
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -206,7 +211,7 @@ def test_what_does_not_compile_or_load_is_named_and_not_used(error: Exception, m
     words = f"{type(error).__name__}: {error}"
     with pytest.warns(UserWarning, match=rf"cast_transpose.*is not used on cpu: {words}.*torch's own operators"):
         results = cast(torch.ones(40, 24))
-    assert all(map(torch.equal, results, cast(torch.ones(40, 24), plain)))
+    assert all(map(torch.equal, results, cast(torch.ones(40, 24), by_torch=True)))
 
 
 @pytest.mark.usefixtures("host_kernels")
@@ -239,7 +244,7 @@ def test_a_missing_toolchain_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for x in (torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16)):
-            assert all(map(torch.equal, cast(x), cast(x, plain)))
+            assert all(map(torch.equal, cast(x), cast(x, by_torch=True)))
         assert kernels.update_kernel(CPU) is None
     (message,) = (str(warning.message) for warning in said)
     assert "pip install cupy-cuda13x" in message
@@ -248,7 +253,7 @@ def test_a_missing_toolchain_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_backends(host_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
     x = torch.randn(40, 24)
-    assert all(map(torch.equal, cast(x), cast(x, plain)))
+    assert all(map(torch.equal, cast(x), cast(x, by_torch=True)))
     assert host_kernels == []
     monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "cuda")
     for function in (rule.backend, kernels.cast_kernel):

@@ -20,11 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels_cuda import gemm_variants
-from lightning_fp8 import DelayedScaling, ops
+from lightning_fp8 import DelayedScaling
+from lightning_fp8.core.casts import cast, cast_weight, cast_weights
+from lightning_fp8.core.operators import LIBRARY
 from lightning_fp8.ops import library
-from lightning_fp8.ops.cuda import plain, rule
-from lightning_fp8.ops.operand import WeightSlot
+from lightning_fp8.ops.cuda import rule
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Cast, Slot, Want
+from lightning_fp8.scalings.per_block import PerBlock
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*")
 # rows, outputs and inputs: all different from each other, and so are their multiples of 16
@@ -46,8 +52,7 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "torch's operators":
         request.getfixturevalue("cuda_half")
         monkeypatch.setenv("LIGHTNING_FP8_BACKEND", "reference")
-        # as on a GPU; the CPU has no such product
-        monkeypatch.setattr(plain.reference, "scaled_mm_in_blocks", plain.product_of_blocks)
+        # the CPU has no such product
         monkeypatch.setattr(F, "scaled_mm", no_product)
 
 
@@ -62,9 +67,14 @@ def layout(tensor: Tensor, value: Callable[[Any], int] = int) -> str:
     return f"{tensor.dtype} {shape} {strides}"
 
 
+def layouts(cast: Cast) -> list[str]:
+    """Of the codes and the scales of both operands."""
+    return [layout(one) for side in cast[:2] if side is not None for one in side[:2]]
+
+
 def flat_arguments(case: Case, *sizes: int) -> list[Any]:
     """Arguments of torch's operator."""
-    return getattr(ops, case.name).signature.flattened(arguments(case, *sizes))
+    return OPERATORS[case.name].signature.flattened(arguments(case, *sizes))
 
 
 def results(call: Callable[..., Any], given: list[Any]) -> list[Tensor]:
@@ -80,7 +90,7 @@ class Fakes:
 
     def __init__(self, case: Case, sizes: tuple[int, int, int]) -> None:
         self.shapes = ShapeEnv() if sizes == SYMBOLIC else None
-        mode, operator = FakeTensorMode(shape_env=self.shapes), getattr(ops, case.name).op
+        mode, operator = FakeTensorMode(shape_env=self.shapes), OPERATORS[case.name].op
         self.given = [
             mode.from_tensor(one, source=ConstantSource(f"given{at}")) if isinstance(one, Tensor) else one
             for at, one in enumerate(flat_arguments(case, *sizes))
@@ -132,7 +142,7 @@ def faked(case: Case, sizes: tuple[int, int, int], k_major: bool) -> list[str]:
 
 
 def differences(case: Case, sizes: tuple[int, int, int]) -> Iterator[str]:
-    operator, args = getattr(ops, case.name), arguments(case, *sizes)
+    operator, args = OPERATORS[case.name], arguments(case, *sizes)
     given = operator.signature.flattened(args)
     like = case._replace(scaling=_scaling_of_the_fake(case))
     real, fakes = results(lambda: operator(*args), given), faked(like, sizes, library.cuda_on_cpu)
@@ -166,7 +176,7 @@ def test_results_are_as_faked(name: str) -> None:
 @pytest.mark.usefixtures("idle_half")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_fakes_on_a_gpu_are_those_of_the_cuda_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = getattr(ops, name).op
+    operator = OPERATORS[name].op
     # each layout, with and without the flag
     every = [case for case in cases(name) if not case.scaling.startswith("mx")]
     for case in {(case.layout, case.flag): case for case in every}.values():
@@ -187,32 +197,32 @@ def on_gpu(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("half", HALVES, indirect=True)
 @pytest.mark.usefixtures("half")
 def test_payloads_by_columns_end_at_a_multiple_of_16_and_scales_of_rows_lie_in_columns() -> None:
-    of_tensor = ["torch.float32 [] []"]
+    every = Want(True, True)
     for rows, padded in ((130, 144), (144, 144)):
-        in_blocks = [f"torch.float32 [{rows}, 3] [1, {rows}]", "torch.float32 [257, 2] [1, 257]"]
-        casts = (
-            ("cast", "current", of_tensor),
-            ("cast_weight", "current", of_tensor),
-            ("cast_blocks", "blocks", in_blocks),
-        )
-        for name, scaling, scales in casts:
-            case = Case(name, scaling, "both", torch.bfloat16, torch.bfloat16, "none", "contiguous", True)
-            # M of an input, N of a weight
-            made = getattr(ops, name)(*arguments(case, rows, rows, 257))
-            payloads = [f"torch.uint8 [{rows}, 257] [257, 1]", f"torch.uint8 [257, {padded}] [{padded}, 1]"]
-            assert [*map(layout, made)] == [*payloads, *scales]
+        x, one = torch.randn(rows, 257).bfloat16(), "torch.float32 [] []"
+        codes, turned = f"torch.uint8 [{rows}, 257] [257, 1]", f"torch.uint8 [257, {padded}] [{padded}, 1]"
+        if not library.cuda_on_cpu:
+            turned = f"torch.uint8 [257, {rows}] [1, 257]"
+        for made in (cast, cast_weight):
+            slot = Slot(torch.zeros(1).long(), None, PerTensor(), PerTensor())
+            assert layouts(made(x, slot, every)) == [codes, one, turned, one]
+        # operands in blocks are copies everywhere
+        turned = f"torch.uint8 [257, {padded}] [{padded}, 1]"
+        of_rows = [codes, f"torch.float32 [{rows}, 3] [1, {rows}]", turned, "torch.float32 [257, 2] [1, 257]"]
+        assert layouts(cast(x, Slot(torch.zeros(1).long(), None, PerBlock(), PerBlock()), every)) == of_rows
 
 
 @pytest.mark.usefixtures("idle_half")
-def test_weights_cast_together_are_as_one_that_is_cast_by_itself() -> None:
+@pytest.mark.parametrize("scaling", [PerTensor(), PerBlock(squares=True), MX(), MX(squares=True)], ids=str)
+def test_weights_cast_together_are_as_one_that_is_cast_by_itself(scaling: Scaling) -> None:
     state, shapes = ScalingState(["a"] * 4, DelayedScaling()), [(17, 48), (48, 130), (1, 15), (16, 1)]
-    slot = WeightSlot(state.indices[0], "e4m3", state, True)
-    together = ops.cast_weights([torch.ones(shape) for shape in shapes], [slot] * 4, [None] * 4)
+    slot = Slot(state.indices[0], state, scaling, scaling, record=True, generation=state.model.generation)
+    together = cast_weights([torch.ones(shape) for shape in shapes], [slot] * 4, [None] * 4, Want(True, True))
     for shape, made in zip(shapes, together, strict=True):
-        assert [*map(layout, made[:3])] == [*map(layout, ops.cast_weight(torch.ones(shape), slot, "both"))]
+        assert layouts(made) == layouts(cast_weight(torch.ones(shape), slot, Want(True, True)))
 
 
 def test_every_operator_is_compared() -> None:
     # tests/ops/test_groups.py has those of groups
     of_groups = "cast_groups", "linear_groups", "linear_groups_backward"
-    assert {f"lightning_fp8::{name}" for name in (*OPERATORS, *of_groups)} == library.LIBRARY._op_defs
+    assert {f"lightning_fp8::{name}" for name in (*OPERATORS, *of_groups)} == LIBRARY._op_defs

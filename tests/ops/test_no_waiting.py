@@ -40,7 +40,7 @@ from lightning_fp8 import (
     weights_unchanged,
 )
 from lightning_fp8.modules.all_gather import gather_in_fp8
-from lightning_fp8.scaling.recipe import RECIPES, Recipe
+from lightning_fp8.scalings.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:.*returned a view tensor.*")
 DEVICE = torch.device("cpu")
@@ -395,7 +395,7 @@ def test_what_does_not_wait(waits: NoWaiting) -> None:
 # by function of the package: how often an optimizer step of two micro-batches calls it, for two layers
 PLACES = {
     "scaling.model.Fp8Model.on_step_ends": 1,  # in a hook of the optimizer's step
-    "ops.cuda.dispatch.new_result": 8,  # casts of inputs and gradients
+    "scalings.launches.new_result": 8,  # casts of inputs and gradients
     "modules.weights_together.cast_together": 1,
 }
 

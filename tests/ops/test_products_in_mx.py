@@ -12,11 +12,14 @@ from machines import B200, H100, run_as
 from strict_scaled_mm import RefusedError
 from torch import Tensor
 
-from lightning_fp8 import MXScaling
-from lightning_fp8.ops import blocks, reference
+from lightning_fp8.core.casts import cast
 from lightning_fp8.ops.cuda import check, plain
-from lightning_fp8.ops.operand import Fp8Tensor, with_scale
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.runtime.device import Gpu
+from lightning_fp8.scalings.emulation import product_of_values
+from lightning_fp8.scalings.group_kernels import both_taken
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Operand, Slot, Want
 
 CPU = torch.device("cpu")
 SIZES = random.Random(0)
@@ -28,14 +31,12 @@ def blackwell(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (10, 0))
 
 
-def operands(m: int, n: int, k: int) -> tuple[Fp8Tensor, Fp8Tensor]:
-    """One by rows, one by columns, whose payload ends at a multiple of 16."""
+def operands(m: int, n: int, k: int) -> tuple[Operand, Operand]:
+    """One by rows, one by columns, whose codes end at a multiple of 16."""
     generator = torch.Generator().manual_seed(m)
-    slot = with_scale(torch.ones(()), "e4m3")._replace(current=MXScaling().current)
+    slot = Slot(torch.zeros(1).long(), None, MX(), MX())
     a, b = (torch.randn(rows, columns, generator=generator) for rows, columns in ((m, k), (k, n)))
-    rows, _, scale_inv, _ = blocks.cast(a, slot, "none", "rows")
-    _, columns, _, columns_scale_inv = blocks.cast(b, slot, "none", "columns")
-    return Fp8Tensor(rows, scale_inv, "e4m3"), Fp8Tensor(columns, columns_scale_inv, "e4m3")
+    return cast(a, slot, Want()).rows, cast(b, slot, Want(False, True)).columns  # type: ignore[return-value]
 
 
 @pytest.mark.usefixtures("blackwell")
@@ -45,10 +46,10 @@ def test_any_size_is_padded_as_torch_wants(m: int, n: int, k: int) -> None:
     bias = torch.randn(n).bfloat16().float()
     for dtype in (torch.float32, torch.bfloat16):
         for added in (None, bias):
-            out = plain.product_of_mx(a, b, added, dtype)
+            out = plain.product_of_mx(*both_taken(a, b), added, dtype)
             assert out.shape == (m, n)
             assert out.is_contiguous()
-            expected = reference.scaled_mm_dequantized(a, b, added, torch.float32)
+            expected = product_of_values(a, b, added, torch.float32)
             # fp64, and rounded once or, with a bias, twice; fp32 in another order
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
             torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=1e-4)
@@ -56,7 +57,7 @@ def test_any_size_is_padded_as_torch_wants(m: int, n: int, k: int) -> None:
 
 @pytest.mark.usefixtures("blackwell")
 def test_what_the_stand_in_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = operands(32, 32, 64)
+    a, b = both_taken(*operands(32, 32, 64))
     short = a._replace(scale_inv=a.scale_inv[:256])
     with pytest.raises(RefusedError, match="scale should have 512 elements, got 256"):
         plain.product_of_mx(short, b, None, torch.float32)
@@ -119,7 +120,7 @@ def test_the_first_product_of_a_device(
         tested.append(dtype)
         if isinstance(failure, Exception):
             raise failure
-        return reference.scaled_mm_dequantized(a, b, bias, dtype) + (failure or 0)
+        return product_of_values(*(Operand(*one[:2], MX()) for one in (a, b)), bias, dtype) + (failure or 0)
 
     run_as(gpu, monkeypatch)
     monkeypatch.setattr(plain, "product_of_mx", product)
@@ -146,9 +147,6 @@ def test_the_check_on_the_device() -> None:
         pytest.skip("its tensor cores take no scales for every 32 elements")
     plain.check_mx_product(gpu)
     a, b = operands(200, 100, 300)
-    out = plain.scaled_mm_mx(
-        *(Fp8Tensor(one.payload.to(gpu), one.scale_inv.to(gpu), "e4m3") for one in (a, b)), None, torch.float32
-    )
-    torch.testing.assert_close(
-        out.cpu(), reference.scaled_mm_dequantized(a, b, None, torch.float32), rtol=1e-4, atol=1e-3
-    )
+    on_gpu = (Fp8Tensor(one.codes.to(gpu), one.scale_inv.to(gpu), "e4m3") for one in (a, b))
+    out = plain.scaled_mm_mx(*on_gpu, None, torch.float32)
+    torch.testing.assert_close(out.cpu(), product_of_values(a, b, None, torch.float32), rtol=1e-4, atol=1e-3)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from lightning_fp8 import Bf16TruePrecision, Fp8Precision
 from lightning_fp8.dtypes import attention
-from lightning_fp8.ops import reference
-from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.switch import Switch
+from lightning_fp8.scalings import emulation
+from lightning_fp8.scalings.operand import Operand
+from lightning_fp8.scalings.per_tensor import PerTensor
 
 MODES = ("fp8-delayed", "bf16-mixed", "bf16-true")
 Result = TypeVar("Result")
@@ -250,12 +251,12 @@ def test_a_context_that_ends_while_another_one_begins() -> None:
 def product(out_dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(8, 64, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8) for _ in range(2))
-    operands = (Fp8Tensor(payload, torch.ones(()), "e4m3") for payload in (a, b))
-    return reference.scaled_mm(*operands, None, out_dtype, False)
+    operands = (Operand(codes, torch.ones(()), PerTensor()) for codes in (a, b))
+    return emulation.product_of_tensors(*operands, None, out_dtype)
 
 
 def test_four_threads_inside_an_fp32_product(threads: list[Thread], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_HAS_BF16_GEMM", True)
+    monkeypatch.setattr(emulation, "_HAS_BF16_GEMM", True)
     before, alone = state(), product(torch.float32)
     inside, leave = ([threading.Event() for _ in threads] for _ in range(2))
     seen, running = [], threading.local()

@@ -19,7 +19,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.trainer import PLUGINS
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 # every argument of each, with a value that is not its default
 SHARED = {"keep_fp32": ("layer",), "dtype_mismatch": "warn", "reduce_dtype": torch.bfloat16}
@@ -145,8 +145,8 @@ def test_a_recipe_among_other_settings_and_plugins(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ("fp8-delay", "must be one of 'fp8-delayed', 'fp8-current', 'fp8-block', 'fp8-mx', got 'fp8-delay'"),
-        ({"class_path": "lightning_fp8.DelayScaling"}, "must be one of 'DelayedScaling', 'CurrentScaling', 'BlockS"),
+        ("fp8-delay", "must be one of 'fp8-delayed', 'fp8-current', 'fp8-mx', 'fp8-block', got 'fp8-delay'"),
+        ({"class_path": "lightning_fp8.DelayScaling"}, "must be one of 'DelayedScaling', 'CurrentScaling', 'MXS"),
     ],
 )
 def test_a_wrong_recipe_in_a_configuration(
@@ -196,10 +196,10 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
         (
             {"recipe": "default"},
             ValueError,
-            "must be one of 'fp8-delayed', .*'fp8-mx', got 'default'",
+            "must be one of 'fp8-delayed', .*'fp8-block', got 'default'",
         ),
-        ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'MXScaling', got 'Recipe'"),
-        ({"recipe": 1}, TypeError, "a BlockScaling or an MXScaling or a mapping"),
+        ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'BlockScaling', got 'Recipe'"),
+        ({"recipe": 1}, TypeError, "an MXScaling or a BlockScaling or a mapping"),
         ({"keep_fp32": "head"}, TypeError, "`keep_fp32` must be a sequence of patterns, got the string 'head'"),
         ({"dtype_mismatch": "ignore"}, ValueError, "must be one of 'align', 'warn', 'error', got 'ignore'"),
         ({"frozen_weights": "float8"}, ValueError, "`frozen_weights` must be one of 'master', 'fp8', got 'float8'"),

@@ -47,7 +47,7 @@ class Follows(pl.Callback):
         for layer in fp8_layers(module):
             made = layer.fp8[""].weight_cast.compiled_cast
             if made is not None:
-                self.payloads.add((made.by_rows.data_ptr(), made.scale_inv.data_ptr()))
+                self.payloads.add((made.rows.codes.data_ptr(), made.rows.scale_inv.data_ptr()))
         if self.change is not None:
             self.change(module)
 

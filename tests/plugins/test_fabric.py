@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, convert, scaling_state
 from lightning_fp8.plugins.settings import FP8_PRECISIONS
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 
 def fabric(**kwargs: Any) -> lf.Fabric:

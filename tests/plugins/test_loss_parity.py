@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_fp8 import scaling_state
 from lightning_fp8.examples import ByteGPT, StdlibText
 from lightning_fp8.runtime.cpu import emulates_bf16
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 STEPS = 60
 # the final loss is the mean over this many steps

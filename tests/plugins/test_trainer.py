@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, fall_back, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins import register, unregister
-from lightning_fp8.scaling.recipe import RECIPES
+from lightning_fp8.scalings.recipe import RECIPES
 
 
 @pytest.mark.parametrize("precision", RECIPES)

@@ -27,7 +27,7 @@ from lightning_fp8 import (
     convert,
     scaling_state,
 )
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
@@ -36,7 +36,7 @@ RECIPES: dict[str, Recipe] = {
     "block": BlockScaling(),
     "mx": MXScaling(),
 }
-ONE_SCALE = [name for name in RECIPES if not RECIPES[name].current.blocks]
+ONE_SCALE = [name for name in RECIPES if not RECIPES[name].scaling("input").has_blocks]
 
 
 def evaluate(model: nn.Module) -> tuple[Tensor, Tensor]:

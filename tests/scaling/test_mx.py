@@ -14,12 +14,16 @@ from mx_numpy import in_mx
 from torch import Tensor
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
-from lightning_fp8 import MXScaling, convert, export, ops, scaling_state
+from lightning_fp8 import MXScaling, convert, export, scaling_state
+from lightning_fp8.core.casts import cast_weight
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda.plain import check_mx, mx_payload
-from lightning_fp8.ops.operand import CurrentScale, Fp8Tensor, Slot, WeightSlot
+from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.scaling import ScalingState
+from lightning_fp8.scalings import products
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Slot, Want
 
 BOTH = pytest.mark.parametrize("recipe", [MXScaling(), MXScaling(weight_blocks=(32, 32))], ids=str)
 
@@ -37,9 +41,9 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def cast(x: Tensor) -> tuple[Tensor, ...]:
     """Payload, payload by columns, and the scales of each, ``[rows of the payload, blocks]``."""
     state = ScalingState([""], MXScaling())
-    current = CurrentScale(blocks="e8m0")
-    slot = Slot(state.scale, torch.zeros(1, 2), torch.tensor([0]), "e4m3", state, True, current)
-    codes, columns, *tiles = ops.cast_blocks(x, slot, "none", "both")
+    slot = Slot(torch.tensor([0]), state, MX(), MX(), True)
+    rows, turned, _ = products.cast(x, slot, Want(True, True))
+    codes, columns, tiles = rows.codes, turned.codes, (rows.scale_inv, turned.scale_inv)
     scales = (e8m0.from_tiles(one, rows, -(-k // 32)) for one, (rows, k) in zip(tiles, (x.shape, x.t().shape)))
     return codes, columns, *scales
 
@@ -86,8 +90,9 @@ def test_where_torchao_differs(half: str) -> None:
 
 def test_a_weight_in_squares_has_one_set_of_codes(half: str) -> None:
     w, state = spread(70, 100, seed=1), ScalingState([""], MXScaling(weight_blocks=(32, 32)))
-    slot = WeightSlot(torch.tensor([2]), "e4m3", state, True, CurrentScale(blocks="e8m0 squares"))
-    codes, columns, *scales = ops.cast_weight_blocks(w, slot, "both")
+    squares = MX(squares=True)
+    cast = cast_weight(w, Slot(torch.tensor([2]), state, squares, squares, True), Want(True, True))
+    (codes, *_), (columns, *_), scales = cast.rows, cast.columns, [cast.rows.scale_inv, cast.columns.scale_inv]
     columns = unpadded(columns, len(w))
     assert torch.equal(columns, codes.t())
     by_rows, by_columns = (
@@ -158,9 +163,9 @@ def test_a_block_that_is_not_finite_is_nan_and_counted(half: str) -> None:
 def test_operands_as_the_hardware_takes_them(recipe: MXScaling, half: str) -> None:
     """Scales are whole tiles, those beyond a tensor's blocks zeros, and payloads are padded to whole blocks."""
     state, x, down = ScalingState(["a"], recipe), spread(130, 70, seed=0), recipe.weight_blocks[0]
-    slot = WeightSlot(torch.tensor([2]), "e4m3", state, True, recipe.current)
-    operand = ops.cast_weight_operand(x, slot, keep=True)
-    for payload, tiles, (rows, k) in zip(operand[:2], operand[2:4], ((130, 70), (70, 130)), strict=True):
+    slot = Slot(torch.tensor([2]), state, *[recipe.scaling("weight")] * 2, True)
+    sides = cast_weight(x, slot, Want(True, True))[:2]
+    for (payload, tiles, _), (rows, k) in zip(sides, ((130, 70), (70, 130)), strict=True):
         whole = -(-rows // 128) * 128, -(-k // 128) * 4
         assert (tiles.dtype, tiles.shape) == (torch.uint8, (whole[0] * whole[1],))
         codes, inside = e8m0.from_tiles(tiles, *whole), -(-rows // down) * down

@@ -23,7 +23,7 @@ from lightning_fp8 import (
     convert,
     scaling_state,
 )
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 by_string = pytest.mark.parametrize(
     ("precision", "recipe"), [("fp8-current", CurrentScaling()), ("fp8-block", BlockScaling()), ("fp8-mx", MXScaling())]

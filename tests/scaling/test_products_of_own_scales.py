@@ -20,7 +20,7 @@ from scales_in_numpy import largest, scale_of
 from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, describe, scaling_state
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 
 def in_fp8(x: Tensor, fmt: str, margin: int = 0) -> np.ndarray:

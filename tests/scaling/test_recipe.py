@@ -9,7 +9,7 @@ import pytest
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, Fp8Precision, MXScaling
 from lightning_fp8.ops.formats import E4M3, E5M2
-from lightning_fp8.scaling.recipe import as_recipe
+from lightning_fp8.scalings.recipe import as_recipe
 
 FIELDS = ["margin", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax", "fprop", "dgrad", "wgrad"]
 

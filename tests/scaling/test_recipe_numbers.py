@@ -9,7 +9,7 @@ from repository import ROOT
 from sqnr import sqnr
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, scaling_state
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 COMPARED = (DelayedScaling(), CurrentScaling(), BlockScaling(), MXScaling())
 SQUARES = MXScaling(weight_blocks=(32, 32))

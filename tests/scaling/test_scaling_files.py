@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fp8 import CurrentScaling, DelayedScaling, Fp8Precision, MXScaling, convert, fall_back, scaling_state
 from lightning_fp8.scaling import ScalingState
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 WIDTH = 32
 RECIPES: list[Recipe] = [DelayedScaling(amax_history_len=6), CurrentScaling(), MXScaling()]

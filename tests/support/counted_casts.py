@@ -11,36 +11,42 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from lightning_fp8.ops import basic
+from lightning_fp8.core import casts as core
+from lightning_fp8.modules import weights_together
+from lightning_fp8.scalings.base import Scaling
 
 
 def count_weight_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often each weight is cast outside of graphs, by its address."""
     counted: Counter[int] = Counter()
-    original = basic.cast_weight
+    one, several = core.cast_weight, weights_together.cast_weights
 
-    def counting(weight: Tensor, *args: object) -> object:
+    def counting(weight: Tensor, *args: Any) -> Any:
         if not torch.compiler.is_compiling():
             counted[weight.data_ptr()] += 1
-        return original(weight, *args)
+        return one(weight, *args)
 
-    monkeypatch.setattr(basic, "cast_weight", counting)
+    def counting_several(weights: list[Tensor], *args: Any) -> Any:
+        counted.update(weight.data_ptr() for weight in weights)
+        return several(weights, *args)
+
+    monkeypatch.setattr(core, "cast_weight", counting)
+    monkeypatch.setattr(weights_together, "cast_weights", counting_several)
     return counted
 
 
 def count_input_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often tensors other than weights are cast, by the name of the row that they are recorded in."""
     casts: Counter[str] = Counter()
-    original = basic.cast
+    original = Scaling.cast
 
-    def counting(x: Tensor, slot: Any, *rest: Any) -> Any:
-        if slot.state is not None:
-            casts[slot.state.names[int(slot.index)]] += 1
-        return original(x, slot, *rest)
+    def counting(self: Scaling, x: Any, slot: Any, *rest: Any) -> Any:
+        # those of inputs alone
+        if slot.state is not None and (name := slot.state.names[int(slot.index)]).endswith("input"):
+            casts[name] += 1
+        return original(self, x, slot, *rest)
 
-    # an operator calls the function of a device directly where nothing watches operators
-    counting.cpu = counting.cuda = counting  # type: ignore[attr-defined]
-    monkeypatch.setattr(basic, "cast", counting)
+    monkeypatch.setattr(Scaling, "cast", counting)
     return casts
 
 

@@ -8,7 +8,7 @@ from fp8_numpy import cast_in_blocks, code_values
 from torch import Tensor, nn
 
 from lightning_fp8 import BlockScaling, convert
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 
 def spread(*shape: int, seed: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state
 from lightning_fp8.scaling import ScalingState
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 # histories with an entry for each step of a test
 LONG_WINDOW = DelayedScaling(amax_history_len=64)

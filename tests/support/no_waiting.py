@@ -33,8 +33,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from lightning_fp8.ops import reference
 from lightning_fp8.scaling import notices
+from lightning_fp8.scalings import emulation
 
 _FROM_VALUES = ("tensor", "as_tensor", "new_tensor", "from_numpy", "frombuffer")
 _TO_THE_HOST = ("cpu", "numpy", "tolist", "__array__")
@@ -226,12 +226,12 @@ def _stand_in_for_cuda(calls: NoWaiting, monkeypatch: pytest.MonkeyPatch) -> Non
     def event() -> SimpleNamespace:
         return SimpleNamespace(record=lambda stream: None, query=lambda: True, synchronize=synchronize())
 
-    look, product_in_blocks = notices._Nonfinite.look, reference.scaled_mm_in_blocks
+    look, product_in_blocks = notices._Nonfinite.look, emulation.product_of_blocks
     # under other modes layers keep no copies, and call torch's operators
     monkeypatch.setattr("lightning_fp8.ops.library._len_torch_dispatch_stack", other_modes)
     monkeypatch.setattr("lightning_fp8.scaling.notices._Nonfinite.look", look_at_device)
     # in place of cuBLASLt's
-    monkeypatch.setattr("lightning_fp8.ops.reference.scaled_mm_in_blocks", product)
+    monkeypatch.setattr("lightning_fp8.scalings.emulation.product_of_blocks", product)
     monkeypatch.setattr("torch.cuda.Event", event)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: SimpleNamespace(synchronize=synchronize()))
     for module in ("cuda", "accelerator"):

@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, ops
-from lightning_fp8.ops.activations import ACTIVATIONS
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
+from lightning_fp8.core import casts, feed_forward, linear
+from lightning_fp8.core.operators import Layer, Operator
+from lightning_fp8.ops.activations import FUSED
 from lightning_fp8.ops.formats import Role
-from lightning_fp8.ops.operand import Columns, Fp8Operand, Fp8Tensor, Layer, Slot, WeightSlot
 from lightning_fp8.scaling import ScalingState
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scaling.plan import plan_of
+from lightning_fp8.scalings import products
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.operand import Cast, Casting, Operand, Slot, Want
+from lightning_fp8.scalings.recipe import Recipe
+from lightning_fp8.scalings.unscaled import Unscaled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("rows", "columns", "both")
@@ -46,7 +52,7 @@ class Case(NamedTuple):
             is not in FP8.
         dtype: of inputs and gradients.
         other: of outputs and weights.
-        activation: of the cast, or between the layers.
+        activation: between the layers.
         strides: of the tensor that is cast.
         flag: whether there is a bias, a state that records, an input of three dimensions, and what backward needs.
     """
@@ -59,14 +65,6 @@ class Case(NamedTuple):
     activation: str
     strides: str
     flag: bool
-
-
-def by_rows(operand: Fp8Operand) -> Fp8Tensor:
-    return Fp8Tensor(operand.by_rows, operand.scale_inv, operand.format)
-
-
-def by_columns(operand: Fp8Operand) -> Fp8Tensor:
-    return Fp8Tensor(operand.by_columns, operand.columns_scale_inv, operand.format)
 
 
 class Made:
@@ -91,42 +89,46 @@ class Made:
             return torch.randn(1, columns, dtype=dtype).expand(rows, columns)
         return torch.randn(rows, columns, dtype=dtype)
 
-    def slot(self, role: Role) -> Slot:
-        current = self.state.model.scaling_of(self.state.precisions[0], self.case.scaling != "evaluated", "")
-        state, row = self.state if self.case.flag else None, self.state.indices[self.state.row_of(0, role)]
-        fmt = self.state.recipe.format_of(role).name
-        return Slot(self.state.scale, self.state.amax_history, row, fmt, state, self.case.flag, current)
+    def slot(self, role: Role, columns: Scaling | None = None) -> Slot:
+        """``columns``: in place of the recipe's scaling."""
+        state, is_evaluated = self.state, self.case.scaling == "evaluated"
+        of_rows, of_columns = getattr(plan_of(state.recipe), role)
+        casting = Casting.OWN_POWER_OF_2 if is_evaluated else Casting.HISTORY
+        return Slot(
+            state.indices[state.row_of(0, role)],
+            state if self.case.flag or self.case.scaling == "delayed" else None,
+            of_rows,
+            columns or of_columns,
+            self.case.flag,
+            Casting.OWN if role == "weight" else casting,
+            generation=state.model.generation,
+        )
 
-    def weight_slot(self) -> WeightSlot:
-        state, current = self.state if self.case.flag else None, self.state.recipe.current
-        return WeightSlot(self.state.indices[self.state.row_of(0, "weight")], "e4m3", state, self.case.flag, current)
+    def operand(self, rows: int, columns: int, role: Role = "input") -> Cast:
+        return products.cast(self.matrix(rows, columns, plain=True), self.slot(role), Want(True, True))
 
-    def operand(self, rows: int, columns: int, role: Role = "input") -> Fp8Operand:
-        return ops.cast_operand(self.matrix(rows, columns, plain=True), self.slot(role), "none", True)
-
-    def weight(self, rows: int, columns: int) -> Fp8Operand:
-        return ops.cast_weight_operand(torch.randn(rows, columns), self.weight_slot(), True)
+    def weight(self, rows: int, columns: int) -> Cast:
+        return products.cast_weight(torch.randn(rows, columns), self.slot("weight"), Want(True, True))
 
     def layer(self, rows: int, columns: int, trains: bool = True) -> Layer:
         bias = torch.randn(rows, dtype=self.case.other, requires_grad=trains) if self.case.flag else None
         value = None if bias is None else bias.detach().to(self.case.dtype)
         weight = torch.randn(rows, columns, dtype=self.case.other, requires_grad=trains)
-        return Layer(weight, bias, value, self.weight(rows, columns))
+        return Layer(weight, bias, value, *self.weight(rows, columns)[:2])
 
-    def x(self) -> tuple[Tensor, Fp8Operand]:
+    def x(self) -> tuple[Tensor, Cast]:
         """An input, of three dimensions with the flag, and its cast."""
         x = torch.randn(2, self.m, self.k) if self.case.flag else torch.randn(self.m, self.k)
         return x.to(self.case.dtype).requires_grad_(), self.operand(self.m * (2 if self.case.flag else 1), self.k)
 
-    def kept(self, operand: Fp8Operand, without: str = "") -> Columns:
-        columns = None if self.case.layout == without else operand.by_columns
-        return Columns(columns, operand.columns_scale_inv, operand.format)
+    def kept(self, cast: Cast, without: str = "") -> Operand | None:
+        return None if self.case.layout == without else cast.columns
 
     def hidden(self, width: int) -> int:
         """The outputs of a layer whose activation has this width."""
         return 2 * width if self.case.activation == "swiglu" else width
 
-    def product(self) -> tuple[Fp8Tensor, Fp8Tensor]:
+    def product(self) -> tuple[Operand | None, Operand | None]:
         """The operands of fprop, dgrad or wgrad."""
         x, w, dy = (
             self.operand(self.m, self.k),
@@ -134,39 +136,48 @@ class Made:
             self.operand(self.m, self.n, "grad_output"),
         )
         return {
-            "rows": (by_rows(x), by_rows(w)),
-            "columns": (by_rows(dy), by_columns(w)),
-            "both": (by_columns(dy), by_columns(x)),
+            "rows": (x.rows, w.rows),
+            "columns": (dy.rows, w.columns),
+            "both": (dy.columns, x.columns),
         }[self.case.layout]
 
 
+def _in_layout(case: Case) -> tuple[bool, bool]:
+    return case.layout != "columns", case.layout != "rows"
+
+
 def _cast(args: Made) -> tuple[Any, ...]:
-    case = args.case
-    return args.matrix(args.m, args.hidden(args.k)), args.slot("input"), case.activation, case.layout
+    return args.matrix(args.m, args.k), args.slot("input"), *_in_layout(args.case)
+
+
+def _cast_weight(args: Made) -> tuple[Any, ...]:
+    return args.matrix(args.n, args.k), args.slot("weight"), *_in_layout(args.case)
 
 
 def _scaled_mm(args: Made) -> tuple[Any, ...]:
     a, b = args.product()
-    bias = torch.randn(len(b.payload)) if args.case.flag else None
+    bias = torch.randn(len(b.codes)) if args.case.flag and b is not None else None
     return a, b, bias, args.case.other, args.case.layout == "rows"
 
 
 def _linear(args: Made) -> tuple[Any, ...]:
-    (x, x_fp8), (weight, bias, value, w_fp8), dtype = args.x(), args.layer(args.n, args.k), args.case.dtype
-    plain, plain_weight = ops.in_rows(x.detach()), weight.detach().to(dtype)
+    (x, x_fp8), (weight, bias, value, *w_fp8), dtype = args.x(), args.layer(args.n, args.k), args.case.dtype
+    slot, (x_rows, x_columns, _), w_rows = args.slot("grad_output"), x_fp8, w_fp8[0]
+    # an operand of values, with the dtype that the layer multiplies in
+    unscaled, values = Unscaled(), linear.in_rows(x.detach())
     if args.case.layout == "rows":
-        x_fp8 = x_fp8._replace(by_columns=plain.t())
+        x_columns = unscaled.cast(values, slot, Want(False, True)).columns
+        slot = args.slot("grad_output", columns=unscaled)
     if args.case.layout == "columns":
-        x_fp8, w_fp8 = x_fp8._replace(by_rows=plain), w_fp8._replace(by_rows=plain_weight)
-    return x, weight, bias, value, x_fp8, w_fp8, args.slot("grad_output"), dtype
+        x_rows = unscaled.cast(values, slot, Want()).rows
+        w_rows = unscaled.cast(weight.detach().to(dtype), slot, Want()).rows
+    return x, weight, bias, value, x_rows, x_columns, w_rows, w_fp8[1], slot, dtype
 
 
 def _linear_backward(args: Made) -> tuple[Any, ...]:
-    case, n = args.case, args.hidden(args.n)
-    h = None if case.activation == "none" else args.matrix(args.m, n, plain=True)
-    x, w = args.kept(args.operand(args.m, args.k), "rows"), args.kept(args.weight(n, args.k), "columns")
-    dy, slot = args.matrix(args.m, args.n), args.slot("grad_output")
-    return dy, h, case.activation, x, w, slot, case.dtype, case.other, case.flag
+    case = args.case
+    x, w = args.kept(args.operand(args.m, args.k), "rows"), args.kept(args.weight(args.n, args.k), "columns")
+    return args.matrix(args.m, args.n), x, w, args.slot("grad_output"), case.dtype, case.other, case.flag
 
 
 def _mlp(args: Made) -> tuple[Any, ...]:
@@ -174,7 +185,7 @@ def _mlp(args: Made) -> tuple[Any, ...]:
     trains = case.layout != "rows"
     layers = args.layer(args.hidden(args.n), args.k), args.layer(args.k, args.n, trains)
     slots = args.slot("input"), args.slot("grad_output"), args.slot("grad_output")
-    return x, *layers, x_fp8, *slots, case.activation, trains, True, case.dtype
+    return x, *layers, *x_fp8[:2], *slots, case.activation, trains, True, case.dtype
 
 
 def _mlp_backward(args: Made) -> tuple[Any, ...]:
@@ -190,7 +201,7 @@ def _gated_mlp(args: Made) -> tuple[Any, ...]:
     trains = case.layout != "rows"
     layers = args.layer(args.n, args.k), args.layer(args.n, args.k), args.layer(args.k, args.n, trains)
     slots = args.slot("input"), *[args.slot("grad_output")] * 3
-    return x, *layers, x_fp8, *slots, trains, True, case.dtype
+    return x, *layers, *x_fp8[:2], *slots, trains, True, case.dtype
 
 
 def _gated_backward(args: Made) -> tuple[Any, ...]:
@@ -207,27 +218,26 @@ def _update_scales(args: Made) -> tuple[Any, ...]:
     return *tensors, args.case.flag, 1.0
 
 
-# each operator's arguments, and the scalings that it supports
-_MAKE: dict[str, tuple[Callable[[Made], tuple[Any, ...]], dict[str, Recipe]]] = {
-    "cast": (_cast, OF_TENSORS),
-    "cast_weight": (lambda args: (args.matrix(args.n, args.k), args.weight_slot(), args.case.layout), OF_TENSORS),
-    "cast_blocks": (_cast, IN_BLOCKS),
-    "cast_weight_blocks": (lambda args: (args.matrix(args.n, args.k), args.weight_slot(), args.case.layout), IN_BLOCKS),
-    "scaled_mm": (_scaled_mm, OF_TENSORS | IN_BLOCKS),
-    "linear": (_linear, OF_TENSORS | IN_BLOCKS),
-    "linear_backward": (_linear_backward, OF_TENSORS | IN_BLOCKS),
-    "mlp": (_mlp, OF_TENSORS | IN_BLOCKS),
-    "mlp_backward": (_mlp_backward, OF_TENSORS | IN_BLOCKS),
-    "gated_mlp": (_gated_mlp, OF_TENSORS | IN_BLOCKS),
-    "gated_backward": (_gated_backward, OF_TENSORS | IN_BLOCKS),
-    "update_scales": (_update_scales, OF_TENSORS),
+# each operator, its arguments, and the scalings that it supports
+_EVERY = OF_TENSORS | IN_BLOCKS
+_MAKE: dict[str, tuple[Operator, Callable[[Made], tuple[Any, ...]], dict[str, Recipe]]] = {
+    "cast": (casts._cast_op, _cast, _EVERY),
+    "cast_weight": (casts._cast_weight_op, _cast_weight, _EVERY),
+    "scaled_mm": (casts.scaled_mm, _scaled_mm, _EVERY),
+    "linear": (linear.linear, _linear, _EVERY),
+    "linear_backward": (linear.linear_backward, _linear_backward, _EVERY),
+    "mlp": (feed_forward.mlp, _mlp, _EVERY),
+    "mlp_backward": (feed_forward.mlp_backward, _mlp_backward, _EVERY),
+    "gated_mlp": (feed_forward.gated_mlp, _gated_mlp, _EVERY),
+    "gated_backward": (feed_forward.gated_backward, _gated_backward, _EVERY),
+    "update_scales": (casts.update_scales, _update_scales, OF_TENSORS),
 }
-OPERATORS = tuple(_MAKE)
+OPERATORS = {name: operator for name, (operator, *_) in _MAKE.items()}
 
 
 def cases(name: str) -> list[Case]:
     """Each layout with other options at random, always the same, in each scaling; its fakes are those of the first."""
-    choose, scalings = random.Random(name).choice, _MAKE[name][1]
+    choose, scalings = random.Random(name).choice, _MAKE[name][2]
     if name.startswith("cast"):
         drawn = [(*both, bool(number % 2)) for number, both in enumerate(product(STRIDES, LAYOUTS))]
     else:
@@ -235,13 +245,11 @@ def cases(name: str) -> list[Case]:
         drawn = [(choose(STRIDES), layout, flag) for flag, layout in product((True, False), LAYOUTS)]
     all_cases = []
     for strides, layout, flag in drawn:
-        # with an activation, a transposed tensor is copied first
-        activation = "none" if strides == "transposed" else choose(ACTIVATIONS)
-        rest = layout, choose(DTYPES), choose(DTYPES), activation, strides, flag
+        rest = layout, choose(DTYPES), choose(DTYPES), choose([*FUSED]), strides, flag
         all_cases += [Case(name, scaling, *rest) for scaling in scalings]
     return all_cases
 
 
 def arguments(case: Case, m: int, n: int, k: int) -> tuple[Any, ...]:
     """Arguments of the function behind the operator."""
-    return _MAKE[case.name][0](Made(case, m, n, k))
+    return _MAKE[case.name][1](Made(case, m, n, k))

@@ -10,8 +10,9 @@ from fp8_numpy import DEFINITIONS, cast_in_blocks, code_values, saturating_cast
 from mx_numpy import in_mx
 from torch import Tensor, nn
 
+from lightning_fp8 import BlockScaling, MXScaling
 from lightning_fp8.modules.fp8_parameter import from_codes
-from lightning_fp8.scaling.recipe import Recipe
+from lightning_fp8.scalings.recipe import Recipe
 
 # the last two in E8M0: for 32 of a row, and for squares of 32 x 32
 KINDS = ("tensor", "blocks", "rows", "mx", "squares")
@@ -68,9 +69,9 @@ def with_codes(
 def cast_in_numpy(x: Tensor, recipe: Recipe, role: str) -> np.ndarray:
     """x ``[M, K]`` as a product takes it that sums over K, scaled by its own values, in fp64."""
     fmt, values = recipe.format_of(role).name, x.detach().float().numpy()  # type: ignore[arg-type]
-    if recipe.current.in_e8m0:
+    if isinstance(recipe, MXScaling):
         return in_mx(x)
-    if recipe.current.blocks:
+    if isinstance(recipe, BlockScaling):
         codes, scale_inv = cast_in_blocks(values, fmt, 1)
         scale = scale_inv.astype(np.float64).repeat(128, 1)[:, : x.shape[1]]
     else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
-from lightning_fp8.scaling.recipe import as_recipe
+from lightning_fp8.scalings.recipe import as_recipe
 from lightning_fp8.tools.compare import command
 from lightning_fp8.tools.compare.advice import advise, worse_loss
 from lightning_fp8.tools.compare.command import main

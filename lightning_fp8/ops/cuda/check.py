@@ -19,11 +19,12 @@ from kernels_cuda import block_casts, casts, scales
 from kernels_cuda import gemm as gemms
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops import amaxes, blocks, e8m0, reference
+from lightning_fp8.ops import amaxes, e8m0
 from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import by_element, max_abs, scale_of_current
+from lightning_fp8.ops.amaxes import by_element, max_abs, power_of_2, scale_of_current
+from lightning_fp8.ops.arithmetic import block_amaxes, by_columns, of_rows, saturated, saturated_blocks, square_amaxes
 from lightning_fp8.ops.formats import E4M3, FORMATS
-from lightning_fp8.ops.operand import BLOCKS, CurrentScale, Fp8Tensor, WeightSlot, by_columns, new_payloads, with_scale
+from lightning_fp8.ops.operand import Fp8Tensor, columns_shape
 
 # ragged in tiles, blocks and vectors; and with rows of whole vectors of 16 bytes
 _ROWS, _WIDTHS = 133, (171, 176)
@@ -89,7 +90,7 @@ def _cast_transpose(
                 # of the amax that was recorded: a difference in its last bit would move every code
                 used = scale[row] if newest[row] > 0 else scale_of_current(amax[row].cpu(), fmt)
                 results.append(("scale_inv", scale_inv[group], used.reciprocal()))
-                results.append(("payload", y[part], reference.saturating_cast(values[part], used, fmt)))
+                results.append(("payload", y[part], saturated(values[part], used, fmt)))
         if failure := _difference(results, activation, format):
             return f"{failure}, {'in groups of rows' if is_grouped else 'with' if newest[index] else 'without'} history"
     return None
@@ -109,21 +110,20 @@ def cast_blocks(
         if rare:
             x[:, :32], x[3, 40], x[7, 41] = 0, float("inf"), float("nan")
         values = activate(x, activation) if dy is None else activation_gradient(x, dy, activation)
-        current = CurrentScale(blocks=kind)
         y, y_t = _unwritten(values, device)
-        like = torch.empty(0, device=device)
-        inverses = [inverse.fill_(77) for inverse in blocks.new_cast(like, values.shape, current, "both")[2:]]
+        inverses = [
+            _new_scales(device, rows, columns, mx).fill_(77) for rows, columns in (values.shape, values.shape[::-1])
+        ]
         sums = torch.full((casts.column_sum_tiles(len(x)), values.shape[1]), float("nan"), device=device)
         amax, index = torch.zeros(3, device=device), torch.tensor([1], device=device)
         result = block_casts.Result((index, amax), (y, inverses[0]), (y_t, inverses[1]), sums)
         moved = None if dy is None else dy.to(device)
         block_casts.cast(kernel, x.to(device), result, moved, is_gated, kind == "power of 2")
-        slot = with_scale(torch.ones(()), E4M3.name)._replace(current=current)
-        expected = blocks.cast(values, slot, "none", "both")
+        by_rows, by_depth = _in_blocks(values, kind, False), _in_blocks(values.t(), kind, False, y_t.shape[1])
         results = [("amax", amax[1], max_abs(values)), ("column sums", sums.sum(0), values.float().sum(0))]
         if activation in _EXACT:
-            results += zip(("payload", "payload by columns"), (y, y_t), expected[:2])
-            results += zip(("scale_inv", "scale_inv by columns"), inverses, expected[2:])
+            results += zip(("payload", "scale_inv"), (y, inverses[0]), by_rows)
+            results += zip(("payload by columns", "scale_inv by columns"), (y_t, inverses[1]), by_depth)
         else:
             columns = F.pad(values.t(), (0, y_t.shape[1] - len(values)))
             results += zip(("values", "values by columns"), map(_values, (y, y_t), inverses), (values, columns))
@@ -140,12 +140,8 @@ def cast_weights(device: torch.device, kernel: Kernel, squares: bool, mx: bool) 
     # subnormal codes
     for weight in weights:
         weight[0] *= 2.0**-10
-    if squares or mx:
-        kinds = [name for name, of in BLOCKS.items() if of.squares == squares and name.startswith("e8m0") == mx]
-    else:
-        kinds = [""]
+    kinds = ("e8m0",) if mx else ("float32", "power of 2") if squares else ("",)
     for kind in kinds:
-        current = CurrentScale(blocks=kind)
         for some in (weights, weights[:1]):
             payloads = [_unwritten(weight, device) for weight in some]
             # a cast replaces a weight's amax, instead of raising it
@@ -157,19 +153,18 @@ def cast_weights(device: torch.device, kernel: Kernel, squares: bool, mx: bool) 
             table = casts.weight_table(jobs, squares, mx)
             casts.cast_weights(kernel, table, scale, amax, kind == "power of 2")
             for number, (weight, (y, y_t)) in enumerate(zip(some, payloads, strict=True)):
-                slot = WeightSlot(torch.zeros(1), E4M3.name, None, False, current)
                 largest = max_abs(weight)
                 if kind:
-                    used = blocks.block_scale(largest, E4M3, current)[0]
-                    *expected, inverse, inverse_t = blocks.cast_weight(weight, slot, "both")
-                    inverse_t = inverse_t if mx else inverse.t()
+                    used = _scale_of(largest, kind)[0]
+                    codes, inverse = _in_blocks(weight, kind, squares)
+                    codes_t, inverse_t = _in_blocks(weight.t(), kind, squares, y_t.shape[1])
                 else:
                     used = scale_of_current(largest, E4M3)
-                    expected, inverse = list(reference.cast_weight(weight, slot, "both")[:2]), used.reciprocal()
-                    inverse_t = inverse
+                    codes, inverse = saturated(weight, used, E4M3), used.reciprocal()
+                    codes_t, inverse_t = by_columns(codes), inverse
                 results = [
-                    ("payload", y, expected[0]),
-                    ("transposed payload", y_t, expected[1]),
+                    ("payload", y, codes),
+                    ("transposed payload", y_t, codes_t),
                     ("scale_inv", table.scale_inv[number], inverse),
                     ("scale_inv by columns", table.scale_inv_t[number], inverse_t),
                     ("amax", amax[number], largest),
@@ -339,8 +334,36 @@ def _values(codes: Tensor, scale_inv: Tensor) -> Tensor:
 
 def _unwritten(like: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Both payloads of a tensor of this shape, which a kernel has not written yet."""
-    y, y_t = new_payloads(torch.empty(0, device=device), like.shape, "both")
-    return y.fill_(0xA5), y_t.fill_(0xA5)
+    shapes = like.shape, columns_shape(*like.shape)
+    y, y_t = (torch.full(shape, 0xA5, dtype=torch.uint8, device=device) for shape in shapes)
+    return y, y_t
+
+
+def _new_scales(device: torch.device, rows: int, columns: int, mx: bool) -> Tensor:
+    """Memory for the scales of blocks of a row."""
+    if mx:
+        return torch.empty(e8m0.size_of_tiles(rows, columns), dtype=torch.uint8, device=device)
+    return torch.empty(-(-columns // amaxes.BLOCK), rows, device=device).t()
+
+
+def _scale_of(amax: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The scale of blocks with these amaxes, and its inverse or, in E8M0, the inverse's code."""
+    if kind == "e8m0":
+        codes = e8m0.codes_of(amax, E4M3)
+        return e8m0.multipliers_of(codes), codes
+    scale = scale_of_current(amax, E4M3)
+    scale = power_of_2(scale) if kind == "power of 2" else scale
+    return scale, scale.reciprocal()
+
+
+def _in_blocks(x: Tensor, kind: str, squares: bool, width: int = 0) -> tuple[Tensor, Tensor]:
+    """The payload of x ``[M, K]`` in blocks of a row, or in squares, and its scale_inv."""
+    size = e8m0.BLOCK if kind == "e8m0" else amaxes.BLOCK
+    scale, inverse = _scale_of((square_amaxes if squares else block_amaxes)(x, size), kind)
+    payload = saturated_blocks(x, of_rows(scale, size, len(x)), E4M3, size, width or x.shape[1])
+    if kind == "e8m0":
+        inverse = e8m0.squares_to_tiles(inverse) if squares else e8m0.to_tiles(inverse)
+    return payload, inverse
 
 
 def _difference(results: _Results, activation: str = "none", format: str = E4M3.name) -> str | None:

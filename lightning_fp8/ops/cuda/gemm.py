@@ -12,22 +12,14 @@ from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.gemm import ROW_BYTES
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
-from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import kernels, plain, rule
 from lightning_fp8.ops.operand import Fp8Tensor
-from lightning_fp8.ops.reference import are_in_blocks
 
 
-def scaled_mm(
-    a: Fp8Tensor,
-    b: Fp8Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
+def one_scale(
+    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """See the operator ``lightning_fp8::scaled_mm``."""
-    if a.scale_inv.dim() or b.scale_inv.dim():
-        return _in_blocks(a, b, bias, out_dtype)
+    """The product of operands with one scale each."""
     (m, k), (n, b_k) = a.payload.shape, b.payload.shape
     if not (m and n and k):
         return plain.scaled_mm(a, b, bias, out_dtype, fast_accumulation)
@@ -42,41 +34,46 @@ def scaled_mm(
     return plain.scaled_mm(a, b, bias, out_dtype, fast_accumulation)
 
 
-def _in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
-    """:func:`scaled_mm` where one or both operands have several scales. Our kernels do not support squares in a, and
-    always promote.
-    """
-    if a.scale_inv.dtype == b.scale_inv.dtype == torch.uint8:
-        return _mx(a, b, bias, output)
-    is_mixed = not are_in_blocks(a, b)
-    if is_mixed:
-        k = min(a.payload.shape[1], b.payload.shape[1])
-        a_blocks, b_blocks = plain.as_blocks(a, k, 1), plain.as_blocks(b, k, BLOCK)
-        if a_blocks is None or b_blocks is None:
-            return plain.scaled_mm_dequantized(a, b, bias, output)
-        a, b = a_blocks, b_blocks
+def mixed(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
+    """The product of operands whose kinds of scales differ, and were both given scales for every 128 elements along K;
+    None where there is none of these formats."""
+    out, _ = _by_kernel(a, b, bias, output)
+    if out is None and plain.multiplies_blocks(a, b):
+        out = plain.scaled_mm_in_blocks(a, b, bias, output)
+    return out
+
+
+def in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
+    """The product of operands with scales for every 128 elements along K, always promoted; None if there is no GPU, or
+    a size is 0."""
+    out, failure = _by_kernel(a, b, bias, output)
+    return plain.scaled_mm_in_blocks(a, b, bias, output, failure) if out is None else out
+
+
+def _by_kernel(
+    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype
+) -> tuple[Tensor | None, str | None]:
+    """The product in blocks by our kernels, which do not support squares in a; or why there is none, if known."""
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
-    failure = None
-    if m and n and k and len(a.scale_inv) == m:
-        configuration = rule.configuration_for(device, m, n, "blocks", False)
-        if configuration is not None:
-            rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
-            kernel = kernels.gemm_kernel(device, configuration, a.format, b.format, output, True, rows)
-            if kernel is not None:
-                return launch(configuration, kernel, a, b, bias, output)
-            failure = kernels.failure_of(device, configuration.family)
-    if is_mixed and not plain.multiplies_blocks(a, b):
-        return plain.scaled_mm_dequantized(a, b, bias, output)
-    return plain.scaled_mm_in_blocks(a, b, bias, output, failure)
+    if not (m and n and k and len(a.scale_inv) == m):
+        return None, None
+    configuration = rule.configuration_for(device, m, n, "blocks", False)
+    if configuration is None:
+        return None, None
+    rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
+    kernel = kernels.gemm_kernel(device, configuration, a.format, b.format, output, True, rows)
+    if kernel is None:
+        return None, kernels.failure_of(device, configuration.family)
+    return launch(configuration, kernel, a, b, bias, output), None
 
 
-def _mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor:
-    """:func:`scaled_mm` where both operands have scales in E8M0, those of a weight without a master in a matrix.
-
-    Where there is no product in MX, such a weight runs on dequantized values; others, which are trained, are refused.
+def mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
+    """The product where both operands have scales in E8M0, those of a weight without a master in a matrix; None if
+    there is no GPU, a size is 0, or such a weight is on a GPU without this product. Others, which are trained, are
+    refused there.
     """
     if max(a.scale_inv.dim(), b.scale_inv.dim()) > 1 and not plain.has_mx(a.payload.device):
-        return plain.scaled_mm_dequantized(a, b, bias, output)
+        return None
     a, b = plain.in_tiles(a), plain.in_tiles(b)
     (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
     if m and n and k:

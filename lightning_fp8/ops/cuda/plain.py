@@ -1,4 +1,4 @@
-"""The operators in torch's own operations and ``torch._scaled_mm``, on any device; nothing here waits for a GPU."""
+"""FP8 products by ``torch._scaled_mm`` and ``torch.nn.functional.scaled_mm``; nothing here waits for a GPU."""
 
 from __future__ import annotations
 
@@ -10,65 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fp8.ops import e8m0, reference
-from lightning_fp8.ops.activations import activate, activation_gradient
-from lightning_fp8.ops.amaxes import BLOCK, by_element, max_abs, own_scale, record_amax, update_scales
-from lightning_fp8.ops.counting import count, is_counting
+from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.cuda import check
 from lightning_fp8.ops.cuda.layouts import as_taken
-from lightning_fp8.ops.formats import FORMATS, Fp8Format
-from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor, Slot, WeightSlot, in_layout, nothing
+from lightning_fp8.ops.formats import FORMATS
+from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor
 from lightning_fp8.runtime.device import gpu_of, is_capturing
 from lightning_fp8.runtime.switch import as_torch_starts
-from lightning_fp8.runtime.warn_once import warn_once
 
 # the first compute capability whose tensor cores take scales in E8M0
 _MX = (10, 0)
-__all__ = ["cast", "cast_gradient", "scaled_mm", "update_scales"]
-
-
-def cast(x: Tensor, slot: Slot, activation: str, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::cast``."""
-    x, fmt = activate(x, activation), FORMATS[slot.format]
-    current = max_abs(x)
-    amax, _ = slot.open()
-    if amax is not None:
-        record_amax(amax, slot.index, current)
-    used = own_scale(current, slot.current, fmt)
-    if slot.uses_history:
-        has_history = slot.amax_history[0].index_select(0, slot.index)[0] > 0
-        used = torch.where(has_history, slot.scale.index_select(0, slot.index)[0], used)
-    if is_counting(slot):
-        count(x, used, slot)
-    return (*in_layout(saturating_cast(x, used, fmt), layout), used.reciprocal())
-
-
-def cast_weight(weight: Tensor, slot: WeightSlot, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """See the operator ``lightning_fp8::cast_weight``."""
-    return reference.cast_by_content(weight, slot, layout, saturating_cast)
-
-
-def cast_gradient(
-    dy: Tensor, h: Tensor | None, activation: str, slot: Slot, layout: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The cast of dy, or of the gradient of h from it, with the scale_inv of each payload, here the same; and with
-    ``bias`` its column sums, ``[N] float32``, else an empty tensor."""
-    if h is not None:
-        dy = activation_gradient(h, dy, activation)
-    db = dy.sum(dim=0, dtype=torch.float32) if bias else nothing(dy, torch.float32)
-    rows, columns, scale_inv = cast(dy, slot, "none", layout)
-    return rows, columns, scale_inv, scale_inv, db
-
-
-def saturating_cast(x: Tensor, scale: Tensor, fmt: Fp8Format, amax: Tensor | None = None) -> Tensor:
-    """See :func:`lightning_fp8.ops.reference.saturating_cast`; ``amax`` is unused, as reading it would synchronise."""
-    return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).contiguous().view(torch.uint8)
 
 
 def scaled_mm(
     a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
-    """See the operator ``lightning_fp8::scaled_mm``. Sizes that cuBLASLt does not support are padded with zeros."""
+    """The product of operands with one scale each. Sizes that cuBLASLt does not support are padded with zeros."""
     (m, k), n = a.payload.shape, b.payload.shape[0]
     if not (m and n and k):
         empty = torch.zeros(m, n, dtype=out_dtype, device=a.payload.device)
@@ -104,8 +61,8 @@ def aligned_mm(
 
 def scaled_mm_in_blocks(
     a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, failure: str | None = None
-) -> Tensor:
-    """See the operator ``lightning_fp8::scaled_mm``, for operands in blocks.
+) -> Tensor | None:
+    """The product of operands in blocks of 128; None if there is no GPU, or a size is 0.
 
     Args:
         failure: why a kernel of ours is not used, if there is one and it was tried.
@@ -113,12 +70,11 @@ def scaled_mm_in_blocks(
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
-    product = reference.scaled_mm_in_blocks
     gpu = gpu_of(a.payload.device)
-    if gpu is not None and a.payload.numel() and b.payload.numel():
-        check_blocks(gpu.capability, torch.version.cuda, failure)
-        product = product_of_blocks
-    return product(a, b, bias, out_dtype)
+    if gpu is None or not (a.payload.numel() and b.payload.numel()):
+        return None
+    check_blocks(gpu.capability, torch.version.cuda, failure)
+    return product_of_blocks(a, b, bias, out_dtype)
 
 
 def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -148,14 +104,14 @@ def _by_torch(
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
-def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """See the operator ``lightning_fp8::scaled_mm``, for operands with scales in E8M0 for every 32 along K.
+def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
+    """The product of operands with scales in E8M0 for every 32 along K; None if there is no GPU, or a size is 0.
 
     Raises:
         RuntimeError: on a GPU whose tensor cores do not multiply such operands, or on which the product is wrong.
     """
     if gpu_of(a.payload.device) is None or not (a.payload.numel() and b.payload.numel()):
-        return scaled_mm_dequantized(a, b, bias, out_dtype)
+        return None
     check_mx_product(a.payload.device)
     return product_of_mx(a, b, bias, out_dtype)
 
@@ -228,35 +184,6 @@ def check_mx(capability: tuple[int, int]) -> None:
             " compute capability 10.0 and newer (Blackwell: B200, B300, RTX 50 series), got"
             f" {capability[0]}.{capability[1]}. Use precision='fp8-block' or 'fp8-current' here."
         )
-
-
-def scaled_mm_dequantized(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The same with any scales, from ``code * scale_inv`` rounded to ``out_dtype``. Warns once on a GPU."""
-    if gpu_of(a.payload.device) is not None:
-        warn_once(
-            "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
-            " change within 128 elements of the sum, as in gradients of inputs of a weight with a scale for each row,"
-            " and all others where neither lightning_fp8 nor cuBLASLt multiplies blocks of these formats."
-        )
-    k = min(a.payload.shape[1], b.payload.shape[1])
-    codes = ((factor.payload[:, :k].view(FORMATS[factor.format].dtype).float(), factor.scale_inv) for factor in (a, b))
-    a_values, b_values = (values.mul_(by_element(scale, values)).to(out_dtype) for values, scale in codes)
-    out = a_values.new_empty(len(a_values), len(b_values))
-    # autocast leaves the `out=` form alone
-    addend = out if bias is None else bias.to(out_dtype)
-    return torch.addmm(addend, a_values, b_values.t(), beta=int(bias is not None), out=out)
-
-
-def as_blocks(operand: Fp8Tensor, k: int, rows: int) -> Fp8Tensor | None:
-    """The operand with scales for every 128 elements along K; None if its scales are for fewer.
-
-    A single scale for all rows becomes one for each ``rows`` of them, 1 or 128.
-    """
-    scales, blocks = operand.scale_inv if operand.scale_inv.dim() else operand.scale_inv[None, None], -(-k // BLOCK)
-    if scales.dtype == torch.uint8 or scales.shape[1] not in (1, blocks):
-        return None
-    count = len(scales) if len(scales) > 1 else -(-len(operand.payload) // rows)
-    return operand._replace(scale_inv=scales.expand(count, blocks))
 
 
 def multiplies_blocks(a: Fp8Tensor, b: Fp8Tensor) -> bool:

@@ -28,7 +28,10 @@ from torch import Tensor
 
 from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.amaxes import BLOCK
-from lightning_fp8.scaling.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe
+from lightning_fp8.scalings.mx import MXScaling
+from lightning_fp8.scalings.per_block import BlockScaling
+from lightning_fp8.scalings.per_tensor import CurrentScaling, DelayedScaling
+from lightning_fp8.scalings.recipe import Recipe
 
 # a group is 32 elements of a row, and its scale a power of two in one byte
 Kind = Literal["tensor", "row", "block", "group"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_fp8.plugins.settings import ARGUMENTS, recipe_argument, suggestion
 from lightning_fp8.runtime.did_you_mean import did_you_mean
-from lightning_fp8.scaling.recipe import RECIPES, as_recipe, recipe_fields
+from lightning_fp8.scalings.recipe import RECIPES, as_recipe, recipe_fields
 
 BASELINE = "bf16-mixed"
 # the baseline on a CPU that emulates bf16 products

@@ -12,12 +12,11 @@ from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_fp8.ops.basic import scaled_mm
-from lightning_fp8.ops.feed_forward import gated_backward, gated_mlp, mlp, mlp_backward
-from lightning_fp8.ops.groups import linear_groups, linear_groups_backward
-from lightning_fp8.ops.library import Operator
-from lightning_fp8.ops.linear_layer import linear, linear_backward
-from lightning_fp8.ops.operand import Columns
+from lightning_fp8.core.casts import scaled_mm
+from lightning_fp8.core.feed_forward import gated_backward, gated_mlp, mlp, mlp_backward
+from lightning_fp8.core.groups import linear_groups, linear_groups_backward
+from lightning_fp8.core.linear import linear, linear_backward
+from lightning_fp8.core.operators import Operator
 
 # tensors arrive as their shapes
 Shape = Sequence[int]
@@ -37,7 +36,7 @@ def _count(operator: Operator) -> Callable[[Callable[..., int]], None]:
 
 @_count(scaled_mm)
 def _scaled_mm(a: Any, b: Any, *_: Any) -> int:
-    return _gemm(a.payload, b.payload)
+    return _gemm(a.codes, b.codes)
 
 
 @_count(linear)
@@ -46,8 +45,8 @@ def _linear(x: Shape, weight: Shape, *_: Any) -> int:
 
 
 @_count(linear_backward)
-def _linear_backward(dy: Shape, h: Shape | None, activation: str, x: Columns, w: Columns, *_: Any) -> int:
-    return _gradients(dy if h is None else h, x, w)
+def _linear_backward(dy: Shape, x: Any, w: Any, *_: Any) -> int:
+    return _gradients(dy, x, w)
 
 
 @_count(mlp)
@@ -56,9 +55,7 @@ def _mlp(x: Shape, first: Any, second: Any, *_: Any) -> int:
 
 
 @_count(mlp_backward)
-def _mlp_backward(
-    dy: Shape, h: Shape, activation: str, x: Columns, w1: Columns, a: Columns, w2: Columns, *_: Any
-) -> int:
+def _mlp_backward(dy: Shape, h: Shape, activation: str, x: Any, w1: Any, a: Any, w2: Any, *_: Any) -> int:
     return _gradients(dy, a, w2) + _gradients(h, x, w1)
 
 
@@ -68,7 +65,7 @@ def _gated_mlp(x: Shape, gate: Any, up: Any, down: Any, *_: Any) -> int:
 
 
 @_count(gated_backward)
-def _gated_backward(da: Shape, gate: Shape, up: Shape, x: Columns, w_gate: Columns, w_up: Columns, *_: Any) -> int:
+def _gated_backward(da: Shape, gate: Shape, up: Shape, x: Any, w_gate: Any, w_up: Any, *_: Any) -> int:
     return _gradients(gate, x, w_gate) + _gradients(up, x, w_up)
 
 
@@ -78,11 +75,10 @@ def _linear_groups(x: Shape, weight: Shape, *_: Any) -> int:
 
 
 @_count(linear_groups_backward)
-def _linear_groups_backward(dy: Shape, x: Columns, w: Columns, *_: Any) -> int:
+def _linear_groups_backward(dy: Shape, x: Any, w: Any, *_: Any) -> int:
     t, n = dy
-    # payloads by columns [K, P] and [E, K, N]
-    payloads: list[Any] = [x.payload, w.payload]
-    return sum(2 * t * n * shape[at] for at, shape in enumerate(payloads) if shape is not None)
+    # codes by columns [K, P] and [E, K, N]
+    return sum(2 * t * n * operand.codes[at] for at, operand in enumerate((x, w)) if operand is not None)
 
 
 def _rows(x: Shape) -> Shape:
@@ -95,11 +91,10 @@ def _gemm(a: Shape, b: Shape) -> int:
     return 2 * a[0] * b[0] * min(a[1], b[1])
 
 
-def _gradients(dy: Shape, x: Columns, w: Columns) -> int:
-    """FLOPs of wgrad and dgrad for dy ``[M, N]`` and payloads by columns; None if a product is left out.
+def _gradients(dy: Shape, x: Any, w: Any) -> int:
+    """FLOPs of wgrad and dgrad for dy ``[M, N]`` and operands by columns; None if a product is left out.
 
-    Each product has 2 M N K FLOPs, where K is the number of rows of its payload.
+    Each product has 2 M N K FLOPs, where K is the number of rows of its codes.
     """
     m, n = dy
-    operands: list[Any] = [operand.payload for operand in (x, w) if operand.payload is not None]
-    return sum(2 * m * n * operand[0] for operand in operands)
+    return sum(2 * m * n * operand.codes[0] for operand in (x, w) if operand is not None)

@@ -1,0 +1,142 @@
+"""Casts, products and the update of the scales, as functions, and as operators for compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.core.operators import define, implement, nothing
+from lightning_fp8.ops import amaxes
+from lightning_fp8.ops.cuda import updates
+from lightning_fp8.ops.library import is_watched, on_gpu
+from lightning_fp8.scalings import products
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
+
+# cast: x [M, K] fp32, bf16 or fp16 -> codes by rows [M, K], codes by columns [K, M'], scale_inv of each. M' is M
+#   rounded up to a multiple of 16, with zeros beyond M. What is not asked for, is a view, or follows from another is
+#   empty: see `_whole`. If the slot records, the state's amax[index] becomes max(amax[index], max|x|).
+_CAST = define("cast(Tensor x, Slot slot, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
+# cast_weight: w [N, K] -> the same, by what it holds now. Amax and scale are noted in the state.
+_CAST_WEIGHT = define("cast_weight(Tensor w, Slot slot, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
+# scaled_mm: a [M, K], b [N, K], bias [N] or None -> [M, N] in out_dtype. K is the shorter of the operands'.
+_SCALED_MM = define("scaled_mm(Operand a, Operand b, Tensor? bias, ScalarType out_dtype, bool fast) -> Tensor")
+# update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
+#   float32, newest first, nonfinite_steps [R] int64. For the first D: where amax is finite and > 0 it is pushed into
+#   the history, and scale = FP8_MAX / (m * margin_factor) with m the newest or the largest entry; amax is zeroed. For
+#   all R: where amax is not finite, nonfinite_steps goes up.
+_UPDATE_SCALES = define(
+    "update_scales(Tensor(a!) amax, Tensor(b!) amax_history, Tensor(c!) scale, Tensor fp8_max, "
+    "Tensor(d!) nonfinite_steps, bool most_recent, float margin_factor) -> ()"
+)
+
+
+def _cast(x: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
+    return _parts(products.cast(x, slot, Want(rows, columns)), x, rows, columns)
+
+
+def _cast_weight(w: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
+    return _parts(products.cast_weight(w, slot, Want(rows, columns)), w, rows, columns)
+
+
+def _cast_fake(x: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
+    cast = (slot.rows if rows else slot.columns).empty(x, x.shape, Want(rows, columns))
+    return _parts(products.as_multiplied(cast), x, rows, columns)
+
+
+def _parts(cast: Cast, x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, ...]:
+    """A cast as the results of an operator, which share no memory: codes and scale_inv by rows, and by columns."""
+    side = cast.rows if cast.rows is not None else cast.columns
+    assert side is not None  # noqa: S101
+    scaling = side.scaling
+    # a tensor of its own for each, as results must not share memory
+    codes, turned, scale_inv, turned_inv = (nothing(x, torch.uint8) for _ in range(4))
+    if cast.rows is not None:
+        codes, scale_inv = cast.rows[:2]
+    if cast.columns is not None:
+        is_view = scaling.is_view(x.device, x.shape)
+        if is_view and not rows:
+            codes = cast.columns.codes.t()
+        elif not is_view:
+            turned = cast.columns.codes
+        if not scaling.layouts_share_scales:
+            turned_inv = cast.columns.scale_inv
+        elif not rows:
+            scale_inv = scaling.transposed_scales(cast.columns.scale_inv)
+    return codes, turned, scale_inv, turned_inv
+
+
+def _whole(parts: Sequence[Tensor], scaling: Scaling, x: Tensor, rows: bool, columns: bool) -> Cast:
+    """The cast of these results."""
+    codes, turned, scale_inv, turned_inv = parts
+    by_columns, scaling = None, scaling.multiplied_as(x.device)
+    if columns:
+        turned = codes.t() if scaling.is_view(x.device, x.shape) else turned
+        turned_inv = scaling.transposed_scales(scale_inv) if scaling.layouts_share_scales else turned_inv
+        by_columns = Operand(turned, turned_inv, scaling)
+    return Cast(Operand(codes, scale_inv, scaling) if rows else None, by_columns)
+
+
+def _scaled_mm_fake(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a.codes.new_empty((a.codes.shape[0], b.codes.shape[0]), dtype=dtype)
+
+
+def _update_scales(amax: Tensor, *rest: Any) -> None:
+    (updates.update_scales if on_gpu(amax) else amaxes.update_scales)(amax, *rest)
+
+
+def _in_place_fake(*_: Any, **__: Any) -> None:
+    pass
+
+
+_cast_op = implement(_CAST, _cast, _cast_fake)
+_cast_weight_op = implement(_CAST_WEIGHT, _cast_weight, _cast_fake)
+scaled_mm = implement(_SCALED_MM, products.multiply, _scaled_mm_fake)
+update_scales = implement(_UPDATE_SCALES, _update_scales, _in_place_fake)
+
+
+def cast(x: Tensor, slot: Slot, want: Want, watched: bool = True) -> Cast:
+    """The cast of x ``[M, K]`` for its products; ``watched`` is False if nothing watches operators."""
+    if not (watched and is_watched(x)):
+        return products.cast(x, slot, want)
+    return _by_operators(_cast_op, x, slot, want)
+
+
+def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
+    """The cast of a weight ``[N, K]`` by what it holds now."""
+    if not is_watched(w):
+        return products.cast_weight(w, slot, want)
+    return _by_operators(_cast_weight_op, w, slot, want)
+
+
+def _by_operators(operator: Any, x: Tensor, slot: Slot, want: Want) -> Cast:
+    """One operator for both layouts where they have one scaling, else one for each."""
+    if want.rows and want.columns and slot.rows is not slot.columns:
+        rows = _by_operators(operator, x, slot, want._replace(columns=False))
+        columns = _by_operators(operator, x, slot, want._replace(rows=False))
+        return Cast(rows.rows, columns.columns)
+    scaling = slot.rows if want.rows else slot.columns
+    if not scaling.is_fp8:
+        # seen by compilers as what it is
+        return scaling.cast(x, slot, want)
+    parts = operator.watched(x, slot, want.rows, want.columns)
+    return _whole(parts, scaling, x, want.rows, want.columns)
+
+
+def cast_weights(
+    weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
+) -> list[Cast]:
+    """The casts of many weights, each scaled by its own values: together if the device has a kernel for that.
+
+    Args:
+        weights: ``[N, K]`` each, all on one device.
+        slots: of one state, with the same scaling for both products.
+        out: for each weight, a cast whose codes a kernel writes; None for new ones. Without a kernel, all are new.
+        want: of the new ones.
+    """
+    if is_watched(weights[0]) or slots[0].rows != slots[0].columns:
+        return [cast_weight(weight, slot, want) for weight, slot in zip(weights, slots, strict=True)]
+    return [*map(products.as_multiplied, slots[0].rows.cast_weights(weights, slots, out, want))]

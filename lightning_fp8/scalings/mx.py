@@ -1,0 +1,192 @@
+"""MXFP8: a power of two in one byte (E8M0) for every 32 elements along K.
+
+Sources: OCP Microscaling Formats (MX) Specification 1.0; Mishra et al., "Recipes for Pre-training LLMs with MXFP8",
+arXiv 2506.08027, whose rounding of the scale this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fp8.ops import arithmetic, e8m0
+from lightning_fp8.ops.arithmetic import of_rows, per_element
+from lightning_fp8.ops.cuda import gemm
+from lightning_fp8.ops.dequantize import exact_values
+from lightning_fp8.ops.formats import Role
+from lightning_fp8.scalings import emulation, launches
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.group_kernels import both_taken
+from lightning_fp8.scalings.launches import WeightScales
+from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
+from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
+from lightning_fp8.scalings.unscaled import Unscaled
+
+SIZE = e8m0.BLOCK
+
+
+@dataclass(frozen=True)
+class MX(Scaling):
+    """``scale_inv`` is ``[*] uint8``, ``amax / 448`` rounded up to a power of two, in the order that hardware reads,
+    see :func:`lightning_fp8.ops.e8m0.to_tiles`. A block with an inf or NaN is NaN.
+
+    A weight without a master has a matrix of scales: ``[M, ceil(K/32)]``, squares ``[ceil(M/32), ceil(K/32)]``, or, of
+    the former by columns, ``[ceil(M/32), K]``: over such rows no product sums in blocks.
+
+    Attributes:
+        squares: squares of 32 x 32 have scales. Codes are then those of both layouts, but the order of scales is not.
+    """
+
+    kind: ClassVar[str] = "mx"
+    file_kind: ClassVar[str] = "group"
+    block: ClassVar[int] = SIZE
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    squares: bool = False
+
+    @override
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (e8m0.size_of_tiles(rows, columns),)
+
+    @override
+    def scale(self, amax: Tensor) -> Tensor:
+        return e8m0.multipliers_of(e8m0.codes_of(amax, self.fp8))
+
+    @override
+    def quantize(self, x: Tensor, width: int) -> tuple[Operand, Tensor]:
+        amaxes = arithmetic.square_amaxes(x, SIZE) if self.squares else arithmetic.block_amaxes(x, SIZE)
+        powers = e8m0.codes_of(amaxes, self.fp8)
+        scale = of_rows(e8m0.multipliers_of(powers), SIZE, len(x))
+        codes = arithmetic.saturated_blocks(x, scale, self.fp8, SIZE, width)
+        tiles = e8m0.squares_to_tiles(powers) if self.squares else e8m0.to_tiles(powers)
+        return Operand(codes, tiles, self), arithmetic.largest(amaxes)
+
+    @override
+    def stored_scales(self, operand: Operand) -> Tensor:
+        rows, columns = operand.codes.shape
+        return e8m0.of_squares(e8m0.from_tiles(operand.scale_inv, rows, -(-columns // SIZE)))
+
+    @override
+    def exponents(self, operand: Operand) -> Tensor:
+        rows, columns = operand.codes.shape
+        return e8m0.values_of(e8m0.from_tiles(operand.scale_inv, rows, -(-columns // SIZE)))
+
+    @override
+    def numbers(self, scale_inv: Tensor) -> Tensor:
+        return e8m0.values_of(scale_inv)
+
+    @override
+    def spread(self, scales: Tensor, like: Tensor) -> Tensor:
+        if scales.dtype != torch.uint8:
+            return per_element(scales, SIZE, like)
+        if scales.dim() == 1:
+            scales = e8m0.from_tiles(scales, len(like), -(-like.shape[1] // SIZE))
+        return per_element(e8m0.values_of(scales), SIZE, like)
+
+    @override
+    def part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand | None:
+        scales = operand.scale_inv
+        if scales.dim() == 1:
+            # tiles
+            return None
+        scales = scales.t() if by_columns else scales
+        if len(scales) != count and (rows.start % SIZE or rows.stop % SIZE):
+            # a scale for each row says the same
+            scales = e8m0.of_rows(scales, count)
+        scales = scales[rows] if len(scales) == count else scales[rows.start // SIZE : rows.stop // SIZE]
+        codes = operand.codes[:, rows] if by_columns else operand.codes[rows]
+        return operand._replace(codes=codes, scale_inv=scales.t() if by_columns else scales)
+
+    @override
+    def multiplies_transposed(self, operand: Operand) -> bool:
+        return e8m0.are_along_rows(operand.scale_inv.mT, operand.codes.mT)
+
+    @override
+    def takes_gradient(self, operand: Operand, scaling: Scaling) -> Scaling:
+        return scaling if e8m0.are_along_rows(operand.scale_inv, operand.codes) else Unscaled()
+
+    @override
+    def exact_values(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        """Of an operand whose scales lie along its rows, the values in this dtype; made for one product only."""
+        return exact_values(operand.codes.t(), operand.scale_inv.t(), self.format, dtype).t()
+
+    @override
+    def emulated_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return emulation.product_of_values(a, b, bias, dtype)
+
+    # On a GPU
+
+    @override
+    def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
+        if self.squares or self.format != "e4m3":
+            return None
+        opened, layout = slot.open(False), launches.layout_of(want)
+        return self.made(launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, True, False))
+
+    @override
+    def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
+        if self.squares or self.format != "e4m3":
+            return None
+        opened, layout = [slot.open(False) for slot in slots], launches.layout_of(want)
+        made = launches.pair_in_blocks(pair, slots, opened, layout, want.sums, self.new_scales, True, False)
+        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+
+    @override
+    def weights_by_kernel(
+        self, weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
+    ) -> list[Cast] | None:
+        if self.format != "e4m3":
+            return None
+        scales = WeightScales(squares=self.squares, mx=True)
+        made = launches.weights(weights, slots, out, scales, want.columns, lambda weight: False)
+        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+
+    @override
+    def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+        out = gemm.mx(*both_taken(a, b), bias, dtype)
+        return emulation.product_of_rounded_values(a, b, bias, dtype) if out is None else out
+
+
+@knows_its_fields
+@dataclass(frozen=True, repr=False)
+class MXScaling(Recipe):
+    """MXFP8: each 32 elements along the sum of a product have a scale, a power of two in one byte, all in E4M3.
+
+    A scale is that of the block's largest value, rounded up, so nothing is clipped; nothing depends on earlier steps.
+    The two payloads of a tensor are two casts, each with scales along its own rows. The logged ``amax`` is the largest
+    value of a tensor, and the logged ``scale`` that of the block that holds it. A block with an infinity or NaN is NaN.
+
+    Args:
+        weight_blocks: the blocks of a weight. ``(1, 32)``, as in the published recipe: forward and backward see two
+            different roundings of it. ``(32, 32)``: squares, and both see the same weight.
+
+    Raises:
+        ValueError: for an invalid field; the message has the field, the rule and the value.
+        TypeError: for a field of another name; the message has the right ones.
+
+    Sources: OCP Microscaling Formats (MX) Specification 1.0; Mishra et al., "Recipes for Pre-training LLMs with MXFP8",
+    arXiv 2506.08027, whose rounding of the scale this is.
+
+    >>> MXScaling().format_of("grad_output").name
+    'e4m3'
+    """
+
+    precision: ClassVar[str] = "fp8-mx"
+
+    weight_blocks: tuple[int, int] = (1, e8m0.BLOCK)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # a list, from YAML or a checkpoint's JSON, is as good as a tuple
+        blocks = tuple(self.weight_blocks) if isinstance(self.weight_blocks, (list, tuple)) else self.weight_blocks
+        object.__setattr__(self, "weight_blocks", blocks)
+        self.require("weight_blocks", "(1, 32) or (32, 32)", blocks in ((1, e8m0.BLOCK), (e8m0.BLOCK, e8m0.BLOCK)))
+
+    def scaling(self, role: Role) -> Scaling:
+        """See :class:`Recipe`."""
+        return MX("e4m3", squares=role == "weight" and self.weight_blocks[0] > 1)

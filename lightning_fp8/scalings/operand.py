@@ -1,0 +1,182 @@
+"""The values that casts and products exchange: tensors in FP8, and their places in a scaling state."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.activations import FUSED
+
+if TYPE_CHECKING:
+    from lightning_fp8.scaling.state import ScalingState
+    from lightning_fp8.scalings.base import Scaling
+
+
+class Operand(NamedTuple):
+    """A matrix ``[M, K]`` as one product takes it, which sums over K.
+
+    Attributes:
+        codes: ``[M, K'] uint8``, K' >= K with zeros at the end of rows: of two operands, the shorter K is the true one.
+            The values themselves where the scaling is that of values.
+        scale_inv: what each code is multiplied by; shape and dtype are those of the scaling.
+        scaling: how the codes were made.
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+    scaling: Scaling
+
+
+class Cast(NamedTuple):
+    """What was asked for of a tensor ``[M, K]``; the rest is None.
+
+    Attributes:
+        rows: ``[M, K]``, for the product that sums along its rows.
+        columns: its transpose ``[K, M]``, for the product that sums along its columns.
+        sums: ``[K] float32``, column sums: of an output's gradient, the gradient of the bias.
+    """
+
+    rows: Operand | None
+    columns: Operand | None = None
+    sums: Tensor | None = None
+
+
+class Want(NamedTuple):
+    """What is asked of the cast of a tensor.
+
+    Attributes:
+        rows: whether a product sums along its rows.
+        columns: whether one sums along its columns.
+        sums: whether its columns are added up in the same pass.
+        dtype: of operands that are not in FP8; None for that of the tensor.
+    """
+
+    rows: bool = True
+    columns: bool = False
+    sums: bool = False
+    dtype: torch.dtype | None = None
+
+
+class Casting(IntEnum):
+    """Which scale the cast of an input or gradient uses, where the tensor has one; kernels take the number
+    (``kernels_cuda/scales.cuh``). Blocks are scaled by their own values in any case.
+
+    Attributes:
+        HISTORY: that of past values, in training; while there are none, and where the scaling keeps none, its own.
+        OWN: ``FP8_MAX / amax`` of the tensor itself.
+        OWN_POWER_OF_2: the same, rounded down to a power of two, in evaluation: for a wide range of amaxes each element
+            has the same code, so it hardly depends on the other elements of the tensor.
+    """
+
+    HISTORY = 0
+    OWN = 1
+    OWN_POWER_OF_2 = 2
+
+
+class Slot(NamedTuple):
+    """The place of one tensor in the scaling state, and how it is cast there.
+
+    Attributes:
+        index: ``[1] int64``, which of the R tensors; ``[E]`` of groups of rows.
+        state: of the model; None where nothing is recorded and no history is read, as in a program of another process.
+        rows: its scaling as an operand whose product sums along its rows.
+        columns: its scaling for the product that sums along its columns.
+        record: whether the cast is part of training: its amax is recorded, and its losses are counted if requested.
+        casting: which scale an input or gradient uses; a weight has its own.
+        group: the name of the process group that the tensor is split over, whose largest amax is used in place of a
+            part's own; empty if the tensor is not split.
+        generation: see :attr:`live_state`.
+    """
+
+    index: Tensor  # type: ignore[assignment]
+    state: ScalingState | None
+    rows: Scaling
+    columns: Scaling
+    record: bool = False
+    casting: Casting = Casting.OWN
+    group: str = ""
+    generation: int = 0
+
+    @property
+    def live_state(self) -> ScalingState | None:
+        """The state, as long as its rows are those of the slot: none for a backward that begins before its model gets
+        further layers and ends after that, so that nothing is recorded in the rows of others."""
+        state = self.state
+        return state if state is not None and state.model.generation == self.generation else None
+
+    def open(self, reads_history: bool) -> Opened:
+        """Called before each cast of an input or gradient; ``reads_history``: whether its scaling does."""
+        state = self.live_state
+        if state is None:
+            return Opened(None, None, False)
+        reads_history = reads_history and self.casting is Casting.HISTORY
+        amax, is_known = state.model.open_cast(self.record, self.index if reads_history else None)
+        return Opened(amax, state if reads_history else None, is_known)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the losses of this cast are counted."""
+        state = self.live_state
+        return state is not None and self.record and state.model.counts.values is not None
+
+
+class Opened(NamedTuple):
+    """What a cast may read and write of its state.
+
+    Attributes:
+        amax: ``[R] float32`` to record in, or None.
+        history: the state whose scale is used, if the tensor has a history; or None.
+        is_known: whether the host knows that it has one.
+    """
+
+    amax: Tensor | None
+    history: ScalingState | None
+    is_known: bool
+
+
+class Computed(NamedTuple):
+    """A tensor ``[M, N]`` that only a cast reads, so it need not be in memory: the cast computes it.
+
+    Attributes:
+        activation: a name in :data:`lightning_fp8.ops.activations.FUSED`, whose value it is.
+        inputs: of the activation: one; or gate and up, which may be the halves of one tensor.
+        gradient: of the activation's value; then it is the gradient of input number ``of``.
+        of: which input's.
+    """
+
+    activation: str
+    inputs: tuple[Tensor, ...]
+    gradient: Tensor | None = None
+    of: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether gate and up are the halves of one tensor."""
+        return len(self.inputs) < FUSED[self.activation].inputs
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor, in torch's own operations."""
+        activation, is_packed = FUSED[self.activation], self.is_packed
+        inputs = self.inputs[0].chunk(2, dim=-1) if is_packed else self.inputs
+        if self.gradient is None:
+            return activation.value(*inputs)
+        gradients = activation.gradients(*inputs, self.gradient)
+        return torch.cat(gradients, dim=-1) if is_packed else gradients[self.of]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Its shape, without computing it."""
+        rows, columns = self.inputs[0].shape
+        return rows, columns // 2 if self.gradient is None and self.is_packed else columns
+
+
+Source = Tensor | Computed
+
+
+def value_of(x: Any) -> Tensor:
+    """The tensor that a cast reads."""
+    return x.value if isinstance(x, Computed) else x

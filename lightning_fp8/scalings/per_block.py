@@ -1,0 +1,218 @@
+"""A scale for every 128 elements along K; for weights, for squares of 128 x 128.
+
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fp8.ops import arithmetic, e8m0
+from lightning_fp8.ops.amaxes import BLOCK, max_abs, power_of_2, scale_of_current
+from lightning_fp8.ops.arithmetic import of_rows, per_element
+from lightning_fp8.ops.cuda import gemm
+from lightning_fp8.ops.cuda.layouts import multiplies_as_mx
+from lightning_fp8.ops.formats import Role
+from lightning_fp8.scalings import emulation, launches
+from lightning_fp8.scalings.base import Scaling
+from lightning_fp8.scalings.group_kernels import both_taken
+from lightning_fp8.scalings.launches import WeightScales
+from lightning_fp8.scalings.mx import MX
+from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
+from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
+
+# by whether they are squares; compilers trace no construction
+_AS_MX = {squares: MX(squares=squares) for squares in (False, True)}
+
+
+@dataclass(frozen=True)
+class PerBlock(Scaling):
+    """``scale = FP8_MAX / amax`` of a block; 1 where amax is not finite.
+
+    ``scale_inv`` is ``float32``: ``[M, ceil(K/128)]`` with strides ``(1, M)``, which is what GEMMs read fastest, or
+    ``[ceil(M/128), ceil(K/128)]`` of squares.
+
+    Attributes:
+        squares: scales are those of squares, so that both layouts have the same codes.
+        powers_of_2: scales are rounded down to a power of two.
+    """
+
+    kind: ClassVar[str] = "per_block"
+    file_kind: ClassVar[str] = "block"
+
+    squares: bool = False
+    powers_of_2: bool = False
+
+    @property
+    @override
+    def layouts_share_codes(self) -> bool:
+        return self.squares
+
+    @override
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return -(-rows // BLOCK) if self.squares else rows, -(-columns // BLOCK)
+
+    @override
+    def scale(self, amax: Tensor) -> Tensor:
+        scale = scale_of_current(amax, self.fp8)
+        return power_of_2(scale) if self.powers_of_2 else scale
+
+    @override
+    def show(self, scale: Tensor, newest: Tensor) -> None:
+        # an update has computed those that are not rounded
+        if self.powers_of_2:
+            super().show(scale, newest)
+
+    @override
+    def new_scales(self, device: torch.device, rows: int, columns: int) -> Tensor:
+        shape = self.scale_shape(rows, columns)
+        strides = (shape[1], 1) if self.squares else (1, shape[0])
+        return torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
+
+    @override
+    def quantize(self, x: Tensor, width: int) -> tuple[Operand, Tensor]:
+        amaxes = arithmetic.square_amaxes(x, BLOCK) if self.squares else arithmetic.block_amaxes(x, BLOCK)
+        scale = self.scale(amaxes)
+        codes = arithmetic.saturated_blocks(x, of_rows(scale, BLOCK, len(x)), self.fp8, BLOCK, width)
+        scale_inv = self.new_scales(x.device, *x.shape).copy_(scale.reciprocal())
+        return Operand(codes, scale_inv, self), arithmetic.largest(amaxes)
+
+    @override
+    def amaxes_of_codes(self, w: Tensor) -> Tensor:
+        # with powers of two, values are `code * scale_inv` exactly
+        return max_abs(w) if self.powers_of_2 else arithmetic.square_amaxes(w, BLOCK)
+
+    @override
+    def spread(self, scales: Tensor, like: Tensor) -> Tensor:
+        return per_element(scales, BLOCK, like)
+
+    @override
+    def part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand | None:
+        if not self.squares or rows.start % BLOCK or rows.stop % BLOCK:
+            return None
+        blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
+        codes, scales = operand[:2]
+        if by_columns:
+            return operand._replace(codes=codes[:, rows], scale_inv=scales[:, blocks])
+        return operand._replace(codes=codes[rows], scale_inv=scales[blocks])
+
+    @override
+    def split_part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand:
+        # a scale for each row says the same
+        codes, scales = (
+            operand.codes,
+            of_rows(operand.scale_inv.t() if by_columns else operand.scale_inv, BLOCK, count)[rows],
+        )
+        if by_columns:
+            return Operand(codes[:, rows], scales.t(), PerBlockAcross(self.format))
+        return Operand(codes[rows], scales, replace(self, squares=False))
+
+    @override
+    def with_128_blocks(self, operand: Operand, k: int, rows: int) -> Operand | None:
+        return operand
+
+    @override
+    def emulated_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return emulation.product_of_blocks(a, b, bias, dtype)
+
+    # On a GPU
+
+    @override
+    def multiplied_as(self, device: torch.device) -> Scaling:
+        return _AS_MX[self.squares] if self.powers_of_2 and multiplies_as_mx(device) else self
+
+    @override
+    def as_multiplied(self, operand: Operand) -> Operand:
+        scaling = self.multiplied_as(operand.codes.device)
+        if scaling is self:
+            return operand
+        # every power of two that such a cast may choose has a code; of the blocks of 128, four are equal
+        codes = e8m0.codes_of_powers(of_rows(operand.scale_inv, BLOCK, operand.codes.shape[0]))
+        tiles = e8m0.to_tiles(codes.repeat_interleave(BLOCK // e8m0.BLOCK, 1))
+        return Operand(operand.codes, tiles, scaling)
+
+    @override
+    def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
+        if self.squares or self.format != "e4m3":
+            return None
+        opened, layout = slot.open(False), launches.layout_of(want)
+        made = launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, False, self.powers_of_2)
+        return self.made(made)
+
+    @override
+    def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
+        if self.squares or self.format != "e4m3":
+            return None
+        opened, layout = [slot.open(False) for slot in slots], launches.layout_of(want)
+        scales = self.new_scales, False, self.powers_of_2
+        made = launches.pair_in_blocks(pair, slots, opened, layout, want.sums, *scales)
+        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+
+    @override
+    def weights_by_kernel(
+        self, weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
+    ) -> list[Cast] | None:
+        if not self.squares or self.format != "e4m3":
+            return None
+        scales = WeightScales(squares=True, power_of_2=self.powers_of_2)
+        made = launches.weights(weights, slots, out, scales, want.columns, lambda weight: False)
+        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+
+    @override
+    def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+        out = gemm.in_blocks(*both_taken(a, b), bias, dtype)
+        return self.emulated_product(a, b, bias, dtype) if out is None else out
+
+
+@dataclass(frozen=True)
+class PerBlockAcross(PerBlock):
+    """A part by columns of a weight without a master, whose squares it splits: ``scale_inv`` is ``[ceil(M/128), K]``.
+    Over such rows no product sums in blocks."""
+
+    kind: ClassVar[str] = "per_block_across"
+
+    @override
+    def with_128_blocks(self, operand: Operand, k: int, rows: int) -> Operand | None:
+        return None
+
+
+@knows_its_fields
+@dataclass(frozen=True, repr=False)
+class BlockScaling(Recipe):
+    """Scales each block by its own values, ``448 / amax``: activations and gradients in blocks of 1 x 128, weights in
+    blocks of 128 x 128, all in E4M3, as in the training of DeepSeek-V3.
+
+    An outlier costs precision only within its block. As with :class:`CurrentScaling` no value is clipped, and nothing
+    depends on earlier steps. The logged ``amax`` is the largest value of a tensor, and the logged ``scale`` that of
+    the block that holds it.
+
+    Args:
+        power_of_2_scales: round each scale down to a power of two.
+
+    Raises:
+        ValueError: for an invalid field; the message has the field, the rule and the value.
+        TypeError: for a field of another name; the message has the right ones.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2.
+
+    >>> BlockScaling().format_of("grad_output").name
+    'e4m3'
+    """
+
+    precision: ClassVar[str] = "fp8-block"
+
+    power_of_2_scales: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("power_of_2_scales", "True or False", isinstance(self.power_of_2_scales, bool))
+
+    def scaling(self, role: Role) -> Scaling:
+        """See :class:`Recipe`."""
+        return PerBlock("e4m3", squares=role == "weight", powers_of_2=self.power_of_2_scales)

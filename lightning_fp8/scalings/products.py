@@ -1,0 +1,99 @@
+"""The product of two operands, of one kind of scaling or of two; and the casts of a tensor for its two products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fp8.ops.amaxes import BLOCK
+from lightning_fp8.ops.cuda import gemm
+from lightning_fp8.ops.library import on_gpu
+from lightning_fp8.scalings import emulation
+from lightning_fp8.scalings.base import Scaling  # noqa: F401, in docstrings
+from lightning_fp8.scalings.group_kernels import taken
+from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want, value_of
+
+
+def multiply(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
+    """``a @ b^T + bias``, see :meth:`Scaling.multiply`.
+
+    Operands of two kinds, as where a weight came with scales of its own, are multiplied in blocks of 128 where a GPU
+    can, else by their values. A gradient that is not cast is multiplied with the exact values of a weight.
+    """
+    if type(a.scaling) is type(b.scaling):
+        return a.scaling.multiply(a, b, bias, dtype, fast)
+    if not a.scaling.is_fp8:
+        exact = b._replace(codes=b.scaling.exact_values(b, a.codes.dtype), scaling=a.scaling)
+        return a.scaling.multiply(a, exact, bias, dtype, fast)
+    if not on_gpu(a.codes):
+        return emulation.product_of_values(a, b, bias, dtype)
+    k, out = min(a.codes.shape[1], b.codes.shape[1]), None
+    first, second = (side.scaling.with_128_blocks(side, k, rows) for side, rows in ((a, 1), (b, BLOCK)))
+    if first is not None and second is not None:
+        out = gemm.mixed(taken(first), taken(second), bias, dtype)
+    return emulation.product_of_rounded_values(a, b, bias, dtype) if out is None else out
+
+
+def cast(x: Source, slot: Slot, want: Want) -> Cast:
+    """Cast x ``[M, K]`` for one or two products, each with the scaling that its slot has for it: in one pass where they
+    are equal."""
+    rows, columns = slot.rows, slot.columns
+    if rows == columns or not (want.rows and want.columns):
+        made = (rows if want.rows else columns).cast(x, slot, want)
+        return as_multiplied(made)
+    x = value_of(x)
+    # the first one records, and counts
+    first = columns.cast(x, slot, want._replace(rows=False, sums=False))
+    second = rows.cast(x, slot, want._replace(columns=False))
+    return as_multiplied(second._replace(columns=first.columns))
+
+
+def cast_pair(pair: Computed, slots: Sequence[Slot], want: Want, sums: Sequence[bool]) -> list[Cast]:
+    """The casts of the gradients of gate and up: in one launch where there is a kernel that does both."""
+    scalings = {scaling for slot in slots for scaling in (slot.rows, slot.columns)}
+    if len(scalings) == 1:
+        return [*map(as_multiplied, scalings.pop().cast_pair(pair, slots, want, sums))]
+    each = zip((0, 1), slots, sums, strict=True)
+    return [cast(pair._replace(of=number), slot, want._replace(sums=summed)) for number, slot, summed in each]
+
+
+def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
+    """The cast of a weight ``[N, K]`` by what it holds now, for fprop and dgrad."""
+    rows, columns = slot.rows, slot.columns
+    if rows == columns or not (want.rows and want.columns):
+        return as_multiplied((rows if want.rows else columns).cast_weight(w, slot, want))
+    first = columns.cast_weight(w, slot, want._replace(rows=False))
+    second = rows.cast_weight(w, slot, want._replace(columns=False))
+    return as_multiplied(Cast(second.rows, first.columns))
+
+
+def sides_of_weight(w: Tensor, kept: Cast | None, slot: Slot, want: Want) -> Cast:
+    """The operands of a weight ``[N, K]``: those in FP8 are of its kept cast, the others are made of it now."""
+    sides = []
+    for side, scaling, is_wanted, turned in (
+        (kept and kept.rows, slot.rows, want.rows, False),
+        (kept and kept.columns, slot.columns, want.columns, True),
+    ):
+        if is_wanted and not scaling.is_fp8:
+            made = scaling.cast_weight(w, slot, Want(not turned, turned, dtype=want.dtype))
+            side = made.columns if turned else made.rows
+        sides.append(side if is_wanted else None)
+    return Cast(sides[0], sides[1])
+
+
+def cast_groups(x: Tensor, slot: Slot, groups: object, want: Want) -> Cast:
+    """The same of groups of rows: x ``[T, K]``."""
+    rows, columns = slot.rows, slot.columns
+    if rows == columns or not (want.rows and want.columns):
+        return (rows if want.rows else columns).cast_groups(x, slot, groups, want)  # type: ignore[arg-type]
+    first = columns.cast_groups(x, slot, groups, want._replace(rows=False, sums=False))  # type: ignore[arg-type]
+    second = rows.cast_groups(x, slot, groups, want._replace(columns=False))  # type: ignore[arg-type]
+    return second._replace(columns=first.columns)
+
+
+def as_multiplied(cast: Cast) -> Cast:
+    """A cast with operands as products take them on its device."""
+    rows, columns = (None if side is None else side.scaling.as_multiplied(side) for side in cast[:2])
+    return Cast(rows, columns, cast.sums)
