@@ -70,7 +70,8 @@ def conditions(tree: ast.AST) -> Iterator[ast.expr]:
         elif isinstance(node, ast.comprehension):
             yield from node.ifs
         elif isinstance(node, ast.BoolOp):
-            yield from node.values
+            # the last one decides only where the whole is a condition
+            yield from node.values[:-1]
         elif isinstance(node, ast.Match):
             yield node.subject
 

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fp8.core.operators import define, implement, nothing
+from lightning_fp8.core.operators import define, implement
 from lightning_fp8.ops import amaxes
 from lightning_fp8.ops.cuda import updates
 from lightning_fp8.ops.library import is_watched, on_gpu
 from lightning_fp8.scalings import products
-from lightning_fp8.scalings.base import Scaling
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
 
 # cast: x [M, K] fp32, bf16 or fp16 -> codes by rows [M, K], codes by columns [K, M'], scale_inv of each. M' is M
 #   rounded up to a multiple of 16, with zeros beyond M. What is not asked for, is a view, or follows from another is
-#   empty: see `_whole`. If the slot records, the state's amax[index] becomes max(amax[index], max|x|).
+#   empty: see `products.as_results`. If the slot records, the state's amax[index] becomes max(amax[index], max|x|).
 _CAST = define("cast(Tensor x, Slot slot, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
 # cast_weight: w [N, K] -> the same, by what it holds now. Amax and scale are noted in the state.
 _CAST_WEIGHT = define("cast_weight(Tensor w, Slot slot, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -35,49 +34,16 @@ _UPDATE_SCALES = define(
 
 
 def _cast(x: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
-    return _parts(products.cast(x, slot, Want(rows, columns)), x, rows, columns)
+    return products.as_results(products.cast(x, slot, Want(rows, columns)), x)
 
 
 def _cast_weight(w: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
-    return _parts(products.cast_weight(w, slot, Want(rows, columns)), w, rows, columns)
+    return products.as_results(products.cast_weight(w, slot, Want(rows, columns)), w)
 
 
 def _cast_fake(x: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
     cast = (slot.rows if rows else slot.columns).empty(x, x.shape, Want(rows, columns))
-    return _parts(products.as_multiplied(cast), x, rows, columns)
-
-
-def _parts(cast: Cast, x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, ...]:
-    """A cast as the results of an operator, which share no memory: codes and scale_inv by rows, and by columns."""
-    side = cast.rows if cast.rows is not None else cast.columns
-    assert side is not None  # noqa: S101
-    scaling = side.scaling
-    # a tensor of its own for each, as results must not share memory
-    codes, turned, scale_inv, turned_inv = (nothing(x, torch.uint8) for _ in range(4))
-    if cast.rows is not None:
-        codes, scale_inv = cast.rows[:2]
-    if cast.columns is not None:
-        is_view = scaling.is_view(x.device, x.shape)
-        if is_view and not rows:
-            codes = cast.columns.codes.t()
-        elif not is_view:
-            turned = cast.columns.codes
-        if not scaling.layouts_share_scales:
-            turned_inv = cast.columns.scale_inv
-        elif not rows:
-            scale_inv = scaling.transposed_scales(cast.columns.scale_inv)
-    return codes, turned, scale_inv, turned_inv
-
-
-def _whole(parts: Sequence[Tensor], scaling: Scaling, x: Tensor, rows: bool, columns: bool) -> Cast:
-    """The cast of these results."""
-    codes, turned, scale_inv, turned_inv = parts
-    by_columns, scaling = None, scaling.multiplied_as(x.device)
-    if columns:
-        turned = codes.t() if scaling.is_view(x.device, x.shape) else turned
-        turned_inv = scaling.transposed_scales(scale_inv) if scaling.layouts_share_scales else turned_inv
-        by_columns = Operand(turned, turned_inv, scaling)
-    return Cast(Operand(codes, scale_inv, scaling) if rows else None, by_columns)
+    return products.as_results(products.as_multiplied(cast), x)
 
 
 def _scaled_mm_fake(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -123,7 +89,7 @@ def _by_operators(operator: Any, x: Tensor, slot: Slot, want: Want) -> Cast:
         # seen by compilers as what it is
         return scaling.cast(x, slot, want)
     parts = operator.watched(x, slot, want.rows, want.columns)
-    return _whole(parts, scaling, x, want.rows, want.columns)
+    return products.of_results(parts, scaling, x, want)
 
 
 def cast_weights(

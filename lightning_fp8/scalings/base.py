@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,13 @@ from lightning_fp8.ops.operand import Groups, columns_shape
 from lightning_fp8.scalings.launches import Memory
 from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want, value_of
 
+if TYPE_CHECKING:
+    from lightning_fp8.serialization.values import Scale
+
 _KINDS: dict[str, type[Scaling]] = {}
 # what is clipped by no more than the rounding of a scale and its inverse is not lost
 ROUNDING = 1 - 2**-20
+_LARGEST_CODE = 0x7E  # 448 in E4M3
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,15 @@ class Scaling(ABC):
         """The amaxes of w that its largest codes stand for, in the shape of ``stored_scales``; or ``[] float32``, where
         ``code * scale_inv`` alone has the same cast again."""
         return max_abs(w)
+
+    def casts_again(self, scale: Scale, largest: Sequence[Tensor]) -> bool:
+        """Whether the cast of a weight that a file holds with this scale has the file's codes again.
+
+        ``largest``: ``[*] uint8`` each, the largest codes of each scale, without signs.
+        """
+        return scale.kind == self.file_kind and not any(
+            ((codes > 0) & (codes < _LARGEST_CODE)).any() for codes in largest
+        )
 
     @property
     def layouts_share_scales(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from lightning_fp8.scalings.launches import WeightScales
 from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
 from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
 from lightning_fp8.scalings.unscaled import Unscaled
+
+if TYPE_CHECKING:
+    from lightning_fp8.serialization.values import Scale
 
 SIZE = e8m0.BLOCK
 
@@ -70,6 +73,12 @@ class MX(Scaling):
     def stored_scales(self, operand: Operand) -> Tensor:
         rows, columns = operand.codes.shape
         return e8m0.of_squares(e8m0.from_tiles(operand.scale_inv, rows, -(-columns // SIZE)))
+
+    @override
+    def casts_again(self, scale: Scale, largest: Sequence[Tensor]) -> bool:
+        # a scale that is the same power of two or a smaller one makes each code a code again; squares need equal ones
+        is_known = scale.kind == self.file_kind
+        return is_known and (not self.squares or e8m0.of_squares(scale.values) is not scale.values)
 
     @override
     def exponents(self, operand: Operand) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from lightning_fp8.scalings.launches import WeightScales
 from lightning_fp8.scalings.mx import MX
 from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
 from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
+
+if TYPE_CHECKING:
+    from lightning_fp8.serialization.values import Scale
 
 # by whether they are squares; compilers trace no construction
 _AS_MX = {squares: MX(squares=squares) for squares in (False, True)}
@@ -87,6 +90,13 @@ class PerBlock(Scaling):
     def amaxes_of_codes(self, w: Tensor) -> Tensor:
         # with powers of two, values are `code * scale_inv` exactly
         return max_abs(w) if self.powers_of_2 else arithmetic.square_amaxes(w, BLOCK)
+
+    @override
+    def casts_again(self, scale: Scale, largest: Sequence[Tensor]) -> bool:
+        if self.squares and self.powers_of_2:
+            # a scale that is the same power of two or a smaller one makes each code a code again
+            return scale.kind == self.file_kind and scale.is_power_of_2
+        return super().casts_again(scale, largest)
 
     @override
     def spread(self, scales: Tensor, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.scalings import emulation
-from lightning_fp8.scalings.base import Scaling  # noqa: F401, in docstrings
+from lightning_fp8.scalings.base import Scaling
 from lightning_fp8.scalings.group_kernels import taken
 from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want, value_of
 
@@ -97,3 +97,35 @@ def as_multiplied(cast: Cast) -> Cast:
     """A cast with operands as products take them on its device."""
     rows, columns = (None if side is None else side.scaling.as_multiplied(side) for side in cast[:2])
     return Cast(rows, columns, cast.sums)
+
+
+def as_results(cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A cast of x as the results of an operator, which share no memory: codes and scale_inv by rows, and by columns."""
+    side = cast.rows if cast.rows is not None else cast.columns
+    assert side is not None  # noqa: S101
+    scaling = side.scaling
+    codes, turned, scale_inv, turned_inv = (x.new_empty(0, dtype=torch.uint8) for _ in range(4))
+    if cast.rows is not None:
+        codes, scale_inv = cast.rows[:2]
+    if cast.columns is not None:
+        is_view = scaling.is_view(x.device, x.shape)
+        if is_view and cast.rows is None:
+            codes = cast.columns.codes.t()
+        elif not is_view:
+            turned = cast.columns.codes
+        if not scaling.layouts_share_scales:
+            turned_inv = cast.columns.scale_inv
+        elif cast.rows is None:
+            scale_inv = scaling.transposed_scales(cast.columns.scale_inv)
+    return codes, turned, scale_inv, turned_inv
+
+
+def of_results(results: Sequence[Tensor], scaling: Scaling, x: Tensor, want: Want) -> Cast:
+    """The cast of these results."""
+    codes, turned, scale_inv, turned_inv = results
+    by_columns, scaling = None, scaling.multiplied_as(x.device)
+    if want.columns:
+        turned = codes.t() if scaling.is_view(x.device, x.shape) else turned
+        turned_inv = scaling.transposed_scales(scale_inv) if scaling.layouts_share_scales else turned_inv
+        by_columns = Operand(turned, turned_inv, scaling)
+    return Cast(Operand(codes, scale_inv, scaling) if want.rows else None, by_columns)

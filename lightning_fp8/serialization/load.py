@@ -19,13 +19,10 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.frozen_layers import free_masters
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.paths import plain_path, without_wrappers
-from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.formats import E4M3, dtype_name
 from lightning_fp8.runtime.switch import as_torch_starts
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.state import tensor_name
-from lightning_fp8.scalings.mx import MX
-from lightning_fp8.scalings.per_block import PerBlock
 from lightning_fp8.scalings.recipe import Recipe
 from lightning_fp8.serialization.checks import (
     Product,
@@ -50,7 +47,7 @@ from lightning_fp8.serialization.layouts.registry import config_read, scheme_of
 from lightning_fp8.serialization.names import placed
 from lightning_fp8.serialization.shards import Shards
 from lightning_fp8.serialization.tensors import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
-from lightning_fp8.serialization.values import LARGEST_CODE, Scale
+from lightning_fp8.serialization.values import Scale
 
 # of the models whose FP8 weights are those of a checkpoint
 _sources: WeakKeyDictionary[nn.Module, Source] = WeakKeyDictionary()
@@ -298,22 +295,17 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
 
 def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
     """Whether a cast of the weight with the scales of its own values has other codes than the file."""
-    pieces, scale, scaling = source.placed.by_target[target], source.scale_of(target), recipe.scaling("weight")
-    if scale is not None and scale.kind == "group":
-        # with a scale that is the same power of two or a smaller one, each code is a code again
-        return scaling == MX(squares=True) and e8m0.of_squares(scale.values) is scale.values
-    if scale is None or scale.kind != scaling.file_kind:
+    scale = source.scale_of(target)
+    if scale is None:
         return True
-    if scaling == PerBlock(squares=True, powers_of_2=True):
-        # here too
-        return not scale.is_power_of_2
     matrices: dict[object, Tensor] = {}
-    for piece in pieces:
+    for piece in source.placed.by_target[target]:
         codes = largest[piece.name]
         # with one scale for a matrix, one of its parts has its largest value
-        matrix = piece.name if scaling.has_blocks else piece.at[0] if isinstance(piece.at[0], int) else None
+        expert = piece.at[0] if isinstance(piece.at[0], int) else None
+        matrix = expert if scale.kind == "tensor" else piece.name
         matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
-    return any(bool(((codes > 0) & (codes < LARGEST_CODE)).any()) for codes in matrices.values())
+    return not recipe.scaling("weight").casts_again(scale, list(matrices.values()))
 
 
 def _kept(products: Mapping[str, Product], names: Collection[str]) -> dict[str, list[Gemm]]:

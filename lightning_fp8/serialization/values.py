@@ -24,7 +24,6 @@ _NORMAL = 2.0**-117
 # the bits of a code without its sign
 _MAGNITUDE = 0x7F
 NAN_CODE = 0x7F
-LARGEST_CODE = 0x7E
 
 
 class Scale(NamedTuple):
