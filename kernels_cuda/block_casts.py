@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels_cuda.casts import ACTIVATIONS, INPUTS, SCALE_TILE, TENSORS, TILE_ROWS, aligned
+from kernels_cuda.casts import INPUTS, SCALE_TILE, TENSORS, TILE_ROWS, activation_of, aligned
 from kernels_cuda.launch import Kernel, address
 
 # side length of a tile
@@ -22,12 +22,12 @@ _GATED_LAYOUT = f"{_LAYOUT}PPPPi4xPPPP"
 
 def variant(input: torch.dtype, activation: str = "none", backward: bool = False) -> tuple[str, ...]:
     """The definitions that make ``cast_blocks.cu`` or ``cast_mx.cu`` one kernel."""
-    return (f"INPUT={INPUTS[input]}", ACTIVATIONS[activation], f"BACKWARD={int(backward)}")
+    return (f"INPUT={INPUTS[input]}", activation_of(activation), f"BACKWARD={int(backward)}")
 
 
 def layout(definitions: tuple[str, ...]) -> str:
     """The layout of a variant's argument struct."""
-    return _GATED_LAYOUT if ACTIVATIONS["swiglu"] in definitions else _LAYOUT
+    return _GATED_LAYOUT if "GATED=1" in definitions else _LAYOUT
 
 
 class Result(NamedTuple):

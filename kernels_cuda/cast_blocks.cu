@@ -18,7 +18,7 @@ grid        ceil(rows / 128) * ceil(columns / 128) blocks of 512 threads, tiles 
 bytes       as for cast_transpose, bf16 in both layouts 4 an element, and 4 / 128 for each layout's scales; an activation's
             gradient 6, those of gate and up 10
 ceiling     memory bandwidth: 63 us for 8192 x 8192 at a measured 4.3 TB/s
-reference   a scale for each block, and lightning_fp8.ops.reference.saturating_cast with it
+reference   a scale for each block, and lightning_fp8.ops.arithmetic.saturated_blocks with it
 */
 #include "block_cast.cuh"
 

@@ -11,7 +11,7 @@ variants    INPUT Fp32|Bf16|Fp16, FORMAT E4M3|E5M2, BACKWARD 0|1, and either
 grid        ceil(rows / 128) * ceil(columns / 64) blocks of 256 threads, tiles by rows; 10.3 KB of shared memory
 bytes       bf16, both layouts: 4 an element; with an activation the same; its gradient 6
 ceiling     memory bandwidth: 62 us for 8192 x 8192 at a measured 4.3 TB/s
-reference   lightning_fp8.ops.reference.cast, after lightning_fp8.ops.activations.activation_gradient with BACKWARD
+reference   lightning_fp8.scalings.base.Scaling.by_reference, after lightning_fp8.ops.activations.activation_gradient with BACKWARD
 */
 #include "cast_tile.cuh"
 

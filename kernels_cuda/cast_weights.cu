@@ -11,7 +11,7 @@ variants    SQUARES 0|1, MX 0|1
 grid        first_tile[count] blocks of 256 threads, with SQUARES or MX 512; a block finds its weight by bisection
 bytes       fp32 4 an element to measure and 6 to cast, bf16 and fp16 2 and 4; nothing is measured with SQUARES or MX
 ceiling     memory bandwidth
-reference   lightning_fp8.ops.reference.cast_weight, lightning_fp8.ops.blocks.cast_weight, weight by weight
+reference   lightning_fp8.scalings.base.Scaling.quantized, weight by weight
 */
 #ifndef SQUARES
 #define SQUARES 0

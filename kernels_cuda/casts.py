@@ -17,14 +17,6 @@ TILE_ROWS, TILE_COLUMNS = 128, 64
 SCALE_TILE = 512
 INPUTS = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 FORMATS = {"e4m3": "E4M3", "e5m2": "E5M2"}
-ACTIVATIONS = {
-    "none": "ACTIVATION=Identity",
-    "relu": "ACTIVATION=Relu",
-    "gelu": "ACTIVATION=Gelu",
-    "gelu_tanh": "ACTIVATION=GeluTanh",
-    "silu": "ACTIVATION=Silu",
-    "swiglu": "GATED=1",
-}
 _LOADS, _ROWS, _COLUMNS = 1, 2, 4
 # struct Tensors, and struct Arguments of each family
 TENSORS = "PPPPPqqiii4x"
@@ -34,14 +26,26 @@ _WEIGHT_WORDS = 14
 CAST_WEIGHTS_LAYOUT = f"PPPPiii4x{_WEIGHT_WORDS}q"
 
 
+def activation_of(name: str) -> str:
+    """The definition that selects an activation of ``activations.cuh``: ``gelu_tanh`` is its ``GeluTanh``."""
+    if name == "swiglu":
+        return "GATED=1"
+    return f"ACTIVATION={'Identity' if name == 'none' else name.title().replace('_', '')}"
+
+
 def variant(input: torch.dtype, format: str, activation: str = "none", backward: bool = False) -> tuple[str, ...]:
     """The definitions that make ``cast_transpose.cu`` one kernel."""
-    return (f"INPUT={INPUTS[input]}", f"FORMAT={FORMATS[format]}", ACTIVATIONS[activation], f"BACKWARD={int(backward)}")
+    return (
+        f"INPUT={INPUTS[input]}",
+        f"FORMAT={FORMATS[format]}",
+        activation_of(activation),
+        f"BACKWARD={int(backward)}",
+    )
 
 
 def layout(definitions: tuple[str, ...]) -> str:
     """The layout of a variant's argument struct."""
-    return _GATED_LAYOUT if ACTIVATIONS["swiglu"] in definitions else _CAST_TRANSPOSE_LAYOUT
+    return _GATED_LAYOUT if "GATED=1" in definitions else _CAST_TRANSPOSE_LAYOUT
 
 
 def column_sum_tiles(rows: int) -> int:

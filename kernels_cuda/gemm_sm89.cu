@@ -29,7 +29,7 @@ bytes       (m * k * ceil(n / BLOCK_N) + n * k * ceil(m / BLOCK_M)) from L2: 128
             registers, two columns at a time. 2 m n k FLOP
 ceiling     the tensor cores: 8192 x 8192 x 8192 takes 1.5 ms at the 733 TFLOP/s of an L40S's datasheet, which needs
             5.7 TB/s from L2. Not measured
-reference   lightning_fp8.ops.reference.scaled_mm
+reference   lightning_fp8.scalings.per_tensor.PerTensor.emulated_product
 */
 #include "gemm.cuh"
 #include "instructions_sm89.cuh"

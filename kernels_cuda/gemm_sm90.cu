@@ -25,7 +25,7 @@ shared      STAGES * (BLOCK_M + BLOCK_N) * 128 bytes, 16 KB per warpgroup to sta
 flops       2 m n k; bytes m k + n k + out. At 256 x 128 a block reads 384 bytes from L2 for 65536 flops, five sixths
             of that where two blocks share b
 ceiling     1979 TFLOP/s by the datasheet of the H200
-reference   lightning_fp8.ops.reference.scaled_mm
+reference   lightning_fp8.scalings.per_tensor.PerTensor.emulated_product
 */
 #include "gemm_sm90_blocks.cuh"
 #include "gemm_sm90_store.cuh"

@@ -23,7 +23,7 @@ from lightning_fp8.core.operators import (
     implement_differentiable,
     nothing,
 )
-from lightning_fp8.ops.activations import FUSED
+from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.scalings import products
 from lightning_fp8.scalings.operand import Computed, Operand, Slot, Want
 
@@ -190,9 +190,9 @@ def _part_by_part(
             parts = hidden[0].chunk(2, dim=-1) if is_packed else hidden
             if torch.is_grad_enabled():
                 # torch's own gradient of silu has no derivative
-                made = torch.autograd.grad(FUSED[activation].value(*parts), parts, da, create_graph=True)
+                made = torch.autograd.grad(ACTIVATIONS[activation].value(*parts), parts, da, create_graph=True)
             else:
-                made = FUSED[activation].gradients(*parts, da)
+                made = ACTIVATIONS[activation].gradients(*parts, da)
             gradients = [torch.cat(made, dim=-1)] if is_packed else list(made)
     dx: Tensor | None = None
     of_inner: list[Tensor | None] = []

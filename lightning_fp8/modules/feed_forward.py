@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
@@ -27,12 +25,10 @@ from lightning_fp8.modules.functional import (
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.phase import Phase
+from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.library import backward_may_follow, may_get_gradient
 
-_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu"}
-_FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
-# by name, so that models without them do not need `transformers`; its `gelu_new` writes out the tanh approximation
-_OF_TRANSFORMERS = {"NewGELUActivation": "gelu_tanh", "SiLUActivation": "silu"}
+# of transformers: modules that call another
 _HOLD_A_FUNCTION = ("GELUActivation", "GELUTanh")
 
 SHARDED = "its weights are sharded"
@@ -120,7 +116,7 @@ def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Te
 
     Args:
         first: converted linear layer.
-        activation: one of ``lightning_fp8.ops.activations.FUSED``; ``swiglu`` halves the width.
+        activation: one of ``lightning_fp8.ops.activations.ACTIVATIONS``; ``swiglu`` halves the width.
         second: converted linear layer.
         x: fp32, bf16 or fp16.
     """
@@ -237,19 +233,10 @@ def _operator(block: FeedForward) -> str | None:
 
 def activation_name(activation: Any) -> str | None:
     """The operators' name for an activation function or module; None for one that they do not support."""
-    if isinstance(activation, nn.Module):
-        kind = type(activation)
-        if kind is nn.GELU:
-            return "gelu" if activation.approximate == "none" else "gelu_tanh"
-        if kind.__module__ == "transformers.activations":
-            # each holds torch's function, or one that writes out the formula
-            act = activation.act if kind.__name__ in _HOLD_A_FUNCTION else None
-            return _OF_TRANSFORMERS.get(kind.__name__) if act is None else activation_name(act)
-        return _MODULES.get(kind)
-    if isinstance(activation, functools.partial):
-        is_tanh = activation.func is F.gelu and not activation.args and activation.keywords == {"approximate": "tanh"}
-        return "gelu_tanh" if is_tanh else None
-    return next((name for function, name in _FUNCTIONS if activation is function), None)
+    kind = type(activation)
+    if kind.__module__ == "transformers.activations" and kind.__name__ in _HOLD_A_FUNCTION:
+        return activation_name(activation.act)
+    return next((name for name, known in ACTIVATIONS.items() if known.is_it(activation)), None)
 
 
 def _named(activation: Any) -> str:

@@ -2,59 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
-    return F.silu(gate) * up
-
-
-def gated_gradients(gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, given the gradient ``dy`` of :func:`gated`."""
-    return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
-
-
-# swiglu(x) with x = [gate | up], twice as wide as the result
-_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "swiglu": lambda x: gated(*x.chunk(2, dim=-1)),
-}
-ACTIVATIONS = tuple(_FORWARD)
-
-
-def activate(x: Tensor, activation: str) -> Tensor:
-    """``activation(x)``."""
-    return _FORWARD[activation](x)
-
-
-def activated_width(width: int, activation: str) -> int:
-    """Columns of ``activation(x)`` for an x of ``width`` columns."""
-    return width // 2 if activation == "swiglu" else width
-
-
-def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """The gradient of x, given the gradient ``dy`` of ``activation(x)``."""
-    aten = torch.ops.aten
-    if activation == "none":
-        return dy
-    if activation == "relu":
-        return aten.threshold_backward(dy, x, 0)
-    if activation in ("gelu", "gelu_tanh"):
-        return aten.gelu_backward(dy, x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    if activation == "silu":
-        return aten.silu_backward(dy, x)
-    gate, up = x.chunk(2, dim=-1)
-    return torch.cat(gated_gradients(gate, up, dy), dim=-1)
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -62,26 +17,82 @@ class Activation:
     """A function of one tensor, or of gate and up.
 
     Attributes:
-        inputs: how many tensors it takes.
         value: of its inputs.
         gradients: of its inputs, from these and the gradient of the value.
+        is_it: whether a function or module of a model is this one.
+        inputs: how many tensors it takes.
     """
 
-    inputs: int
     value: Callable[..., Tensor]
     gradients: Callable[..., tuple[Tensor, ...]]
+    is_it: Callable[[Any], bool] = lambda function: False
+    inputs: int = 1
 
 
 _aten = torch.ops.aten
-# by the name that kernels know
-FUSED = {
-    "relu": Activation(1, F.relu, lambda x, dy: (_aten.threshold_backward(dy, x, 0),)),
-    "gelu": Activation(1, F.gelu, lambda x, dy: (_aten.gelu_backward(dy, x, approximate="none"),)),
-    "gelu_tanh": Activation(
-        1,
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda x, dy: (_aten.gelu_backward(dy, x, approximate="tanh"),),
+
+
+def _gelu(approximate: str) -> Activation:
+    def is_it(function: Any) -> bool:
+        if type(function) is nn.GELU:
+            return function.approximate == approximate
+        if approximate == "none":
+            return function is F.gelu
+        is_partial = isinstance(function, functools.partial) and function.func is F.gelu and not function.args
+        # `gelu_new` of transformers writes the approximation out
+        return _is_of_transformers(function, "NewGELUActivation") or (
+            is_partial and function.keywords == {"approximate": approximate}
+        )
+
+    return Activation(
+        functools.partial(F.gelu, approximate=approximate),
+        lambda x, dy: (_aten.gelu_backward(dy, x, approximate=approximate),),
+        is_it,
+    )
+
+
+def _is_of_transformers(function: Any, name: str) -> bool:
+    # by name, so that models without them do not need `transformers`
+    return (type(function).__module__, type(function).__name__) == ("transformers.activations", name)
+
+
+# By the name that kernels know: `gelu_tanh` is `GeluTanh` in `kernels_cuda/activations.cuh`. All are 0 at 0, as kernels
+# load 0 for what is outside of a matrix and cast its activation.
+ACTIVATIONS = {
+    "relu": Activation(
+        F.relu,
+        lambda x, dy: (_aten.threshold_backward(dy, x, 0),),
+        lambda function: type(function) is nn.ReLU or function is F.relu or function is torch.relu,
     ),
-    "silu": Activation(1, F.silu, lambda x, dy: (_aten.silu_backward(dy, x),)),
-    "swiglu": Activation(2, gated, gated_gradients),
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
+    "silu": Activation(
+        F.silu,
+        lambda x, dy: (_aten.silu_backward(dy, x),),
+        lambda function: (
+            type(function) is nn.SiLU or function is F.silu or _is_of_transformers(function, "SiLUActivation")
+        ),
+    ),
+    # silu(gate) * up
+    "swiglu": Activation(
+        lambda gate, up: F.silu(gate) * up,
+        lambda gate, up, dy: (_aten.silu_backward(dy * up, gate), dy * F.silu(gate)),
+        inputs=2,
+    ),
 }
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """``activation(x)``; of gate and up side by side, half as wide; x itself for ``"none"``."""
+    if activation == "none":
+        return x
+    known = ACTIVATIONS[activation]
+    return known.value(*x.chunk(known.inputs, dim=-1))
+
+
+def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
+    """The gradient of x, given the gradient ``dy`` of ``activation(x)``."""
+    if activation == "none":
+        return dy
+    known = ACTIVATIONS[activation]
+    return torch.cat(known.gradients(*x.chunk(known.inputs, dim=-1), dy), dim=-1)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -15,8 +15,7 @@ from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import closest, did_you_mean
 from lightning_fp8.scalings.recipe import RECIPES, Recipe, as_recipe
 
-PrecisionString = Literal["fp8-delayed", "fp8-current", "fp8-block", "fp8-mx", "bf16-mixed", "bf16-true"]
-PRECISIONS: tuple[PrecisionString, ...] = get_args(PrecisionString)
+PRECISIONS = (*RECIPES, "bf16-mixed", "bf16-true")
 FP8_PRECISIONS = tuple(RECIPES)
 # names of the arguments of each plugin, filled in by `arguments_of`
 ARGUMENTS: dict[str, tuple[str, ...]] = {}

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_fp8.plugins.bf16 import Bf16MixedPrecision, Bf16TruePrecision
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.fp8 import Fp8Precision
-from lightning_fp8.plugins.settings import FP8_PRECISIONS, PrecisionString
+from lightning_fp8.plugins.settings import FP8_PRECISIONS
 
 PLUGINS: dict[str, type[Any]] = {
     **dict.fromkeys(FP8_PRECISIONS, Fp8Precision),
@@ -30,7 +30,7 @@ def plugin_of(precision: str) -> PrecisionCore:
     return plugin
 
 
-def fsdp2_policy(precision: PrecisionString | PrecisionCore = "fp8-delayed") -> MixedPrecisionPolicy:
+def fsdp2_policy(precision: str | PrecisionCore = "fp8-delayed") -> MixedPrecisionPolicy:
     """The ``mp_policy`` of a precision, for ``torch.distributed.fsdp.fully_shard``.
 
     Parameters are gathered in the precision's compute dtype (bf16), gradients are reduced in its ``reduce_dtype``

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_fp8.ops.activations import FUSED
+from lightning_fp8.ops.activations import ACTIVATIONS
 
 if TYPE_CHECKING:
     from lightning_fp8.scaling.state import ScalingState
@@ -141,7 +141,7 @@ class Computed(NamedTuple):
     """A tensor ``[M, N]`` that only a cast reads, so it need not be in memory: the cast computes it.
 
     Attributes:
-        activation: a name in :data:`lightning_fp8.ops.activations.FUSED`, whose value it is.
+        activation: a name in :data:`lightning_fp8.ops.activations.ACTIVATIONS`, whose value it is.
         inputs: of the activation: one; or gate and up, which may be the halves of one tensor.
         gradient: of the activation's value; then it is the gradient of input number ``of``.
         of: which input's.
@@ -155,12 +155,12 @@ class Computed(NamedTuple):
     @property
     def is_packed(self) -> bool:
         """Whether gate and up are the halves of one tensor."""
-        return len(self.inputs) < FUSED[self.activation].inputs
+        return len(self.inputs) < ACTIVATIONS[self.activation].inputs
 
     @property
     def value(self) -> Tensor:
         """The tensor, in torch's own operations."""
-        activation, is_packed = FUSED[self.activation], self.is_packed
+        activation, is_packed = ACTIVATIONS[self.activation], self.is_packed
         inputs = self.inputs[0].chunk(2, dim=-1) if is_packed else self.inputs
         if self.gradient is None:
             return activation.value(*inputs)

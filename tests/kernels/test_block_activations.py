@@ -15,6 +15,7 @@ from host_kernels import Guarded
 from torch import Tensor
 
 from kernels_cuda import block_casts
+from lightning_fp8.ops import activations
 
 # a sum of zeros has no sign
 NO_NEGATIVE_ZERO = CANONICAL.copy()
@@ -26,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
     "swiglu": lambda x, up: F.silu(x) * up,
 }
+assert list(ACTIVATIONS) == list(activations.ACTIVATIONS)
 # each activation with two dtypes, one in each direction and family
 CASES = [
     (family, activation, backward, DTYPES[(number + backward + (family == "cast_mx")) % 3])

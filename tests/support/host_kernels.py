@@ -30,7 +30,7 @@ VARIANTS = [
     (dtype, format, activation, backward)
     for dtype in casts.INPUTS
     for format in casts.FORMATS
-    for activation in ACTIVATIONS
+    for activation in ("none", *ACTIVATIONS)
     for backward in (False, True)
     if not (backward and activation == "none")
 ]
@@ -38,7 +38,7 @@ VARIANTS = [
 # the code before an activation, and the cast after it, are shared
 FEW_VARIANTS = [
     (dtype, tuple(casts.FORMATS)[hybrid == backward], activation, backward)
-    for number, (activation, backward) in enumerate(itertools.product(ACTIVATIONS[1:], (False, True)))
+    for number, (activation, backward) in enumerate(itertools.product(ACTIVATIONS, (False, True)))
     for dtype, hybrid in ((torch.bfloat16, True), ((torch.float32, torch.float16)[(number + number // 2) % 2], False))
 ]
 SHIM = Path(__file__).parent / "host_shim"

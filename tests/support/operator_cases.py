@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling
 from lightning_fp8.core import casts, feed_forward, linear
 from lightning_fp8.core.operators import Layer, Operator
-from lightning_fp8.ops.activations import FUSED
+from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.plan import plan_of
@@ -245,7 +245,7 @@ def cases(name: str) -> list[Case]:
         drawn = [(choose(STRIDES), layout, flag) for flag, layout in product((True, False), LAYOUTS)]
     all_cases = []
     for strides, layout, flag in drawn:
-        rest = layout, choose(DTYPES), choose(DTYPES), choose([*FUSED]), strides, flag
+        rest = layout, choose(DTYPES), choose(DTYPES), choose([*ACTIVATIONS]), strides, flag
         all_cases += [Case(name, scaling, *rest) for scaling in scalings]
     return all_cases
 

@@ -15,6 +15,7 @@ from kernels_cuda import block_casts, casts, gemm, gemm_variants, load, scales
 from kernels_cuda.compile import KernelsUnavailable, architecture, compile_ahead
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
+from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.cuda import check
 from lightning_fp8.ops.cuda.rule import backend
 from lightning_fp8.runtime.device import gpu_of, is_capturing
@@ -29,7 +30,7 @@ _PLAIN = "torch's own operators take over, with the same results and more passes
 # each activation, and its gradient
 _OF_ACTIVATIONS = [
     (activation, backward)
-    for activation in casts.ACTIVATIONS
+    for activation in ("none", *ACTIVATIONS)
     for backward in (False, True)
     if not (backward and activation == "none")
 ]
