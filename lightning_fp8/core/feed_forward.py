@@ -25,7 +25,7 @@ from lightning_fp8.core.operators import (
 )
 from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.scalings import products
-from lightning_fp8.scalings.operand import Computed, Operand, Slot, Want
+from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Want
 
 # mlp: linear - activation - linear. x [*, K], weights [N', K] and [K', N]
 #   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; codes and scale_inv of a by columns, the
@@ -108,8 +108,11 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     hidden = hidden if block.keep_h else [nothing(x, dtype) for _ in hidden]
     assert a.rows is not None  # noqa: S101
     y = page.forward(a.rows, block.outer.rows, block.outer.bias_value, dtype)
-    kept = (nothing(x, torch.uint8), nothing(x, torch.float32)) if a.columns is None else a.columns[:2]
-    return in_shape_of(x, y), *hidden, *kept
+    return in_shape_of(x, y), *hidden, *_kept(x, a)
+
+
+def _kept(x: Tensor, a: Cast) -> tuple[Tensor, Tensor]:
+    return (nothing(x, torch.uint8), nothing(x, torch.float32)) if a.columns is None else a.columns[:2]
 
 
 def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:
@@ -270,14 +273,9 @@ def _fake(block: Block) -> tuple[Tensor, ...]:
     m, n = math.prod(x.shape[:-1]), block.inner[0].weight.shape[0]
     hidden = [x.new_empty((m, n) if block.keep_h else 0, dtype=dtype) for _ in block.inner]
     packed = block.activation == "swiglu" and len(block.inner) == 1
-    kept = nothing(x, torch.uint8), nothing(x, torch.float32)
-    if block.keep_a:
-        cast = block.a.columns.empty(x, (m, n // 2 if packed else n), Want(False, True))
-        columns = products.as_multiplied(cast).columns
-        assert columns is not None  # noqa: S101
-        kept = columns[:2]
+    a = block.a.columns.empty(x, (m, n // 2 if packed else n), Want(False, block.keep_a))
     y = x.new_empty(*x.shape[:-1], block.outer.weight.shape[0], dtype=dtype)
-    return y, *hidden, *kept
+    return y, *hidden, *_kept(x, products.as_multiplied(a))
 
 
 def _mlp_backward_fake(
@@ -294,10 +292,9 @@ def _mlp_backward_fake(
     dw_dtype: torch.dtype,
     biases: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    (m, n_1), n_2 = h.shape, dy.shape[1]
-    dw_1, dw_2 = _dw_fake(dy, n_1, x, dw_dtype), _dw_fake(dy, n_2, a, dw_dtype)
-    db_1, db_2 = (dy.new_empty(n if bias else 0, dtype=torch.float32) for n, bias in zip((n_1, n_2), biases))
-    return _dx_fake(dy, m, w1, dx_dtype), dw_1, db_1, dw_2, db_2
+    of_first = page.of_layer_fake(dy, h.shape[1], x, dw_dtype, biases[0])
+    of_second = page.of_layer_fake(dy, dy.shape[1], a, dw_dtype, biases[1])
+    return page.dx_fake(dy, h.shape[0], w1, dx_dtype), *of_first, *of_second
 
 
 def _gated_backward_fake(
@@ -314,17 +311,8 @@ def _gated_backward_fake(
     biases: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     m, n = gate.shape
-    dw_gate, dw_up = (_dw_fake(da, n, x, dw_dtype) for _ in range(2))
-    db_gate, db_up = (da.new_empty(n if bias else 0, dtype=torch.float32) for bias in biases)
-    return _dx_fake(da, m, w_gate, dx_dtype), dw_gate, db_gate, dw_up, db_up
-
-
-def _dx_fake(dy: Tensor, m: int, w: Operand | None, dtype: torch.dtype) -> Tensor:
-    return nothing(dy, dtype) if w is None else dy.new_empty(m, w.codes.shape[0], dtype=dtype)
-
-
-def _dw_fake(dy: Tensor, n: int, x: Operand | None, dtype: torch.dtype) -> Tensor:
-    return dy.new_empty(n, 0 if x is None else x.codes.shape[0], dtype=dtype)
+    of_gate, of_up = (page.of_layer_fake(da, n, x, dw_dtype, bias) for bias in biases)
+    return page.dx_fake(da, m, w_gate, dx_dtype), *of_gate, *of_up
 
 
 mlp_backward = implement(_MLP_BACKWARD, _mlp_backward, _mlp_backward_fake)

@@ -178,7 +178,8 @@ def run_backward(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of the operator ``lightning_fp8::linear_backward``."""
-    return of_cast(dy, [cast_gradient(dy, Kept(x, w), slot, bias)], Kept(x, w), dx_dtype, dw_dtype)
+    kept = Kept(x, w)
+    return of_cast(dy, [cast_gradient(dy, kept, slot, bias)], kept, dx_dtype, dw_dtype)
 
 
 def of_cast(
@@ -211,9 +212,18 @@ def _backward_fake(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     m, n = dy.shape
-    dx = nothing(dy, dx_dtype) if w is None else dy.new_empty(m, w.codes.shape[0], dtype=dx_dtype)
-    dw = dy.new_empty(n, 0 if x is None else x.codes.shape[0], dtype=dw_dtype)
-    return dx, dw, dy.new_empty(n if bias else 0, dtype=torch.float32)
+    return dx_fake(dy, m, w, dx_dtype), *of_layer_fake(dy, n, x, dw_dtype, bias)
+
+
+def dx_fake(dy: Tensor, m: int, w: Operand | None, dtype: torch.dtype) -> Tensor:
+    """The shape of :func:`dgrad`."""
+    return nothing(dy, dtype) if w is None else dy.new_empty(m, w.codes.shape[0], dtype=dtype)
+
+
+def of_layer_fake(dy: Tensor, n: int, x: Operand | None, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor]:
+    """The shapes of :func:`wgrad` and of the bias gradient."""
+    dw = dy.new_empty(n, 0 if x is None else x.codes.shape[0], dtype=dtype)
+    return dw, dy.new_empty(n if bias else 0, dtype=torch.float32)
 
 
 class _Gradients(Differentiable):

@@ -60,8 +60,7 @@ class Signature(NamedTuple):
 
     Attributes:
         name: of the operator.
-        kinds: for each argument of the functions, the key of ``_PARTS`` by which it is flattened; empty if the operator
-            takes it as it is.
+        kinds: one for each argument of the functions: its key in ``_PARTS``, or an empty string if it stays as it is.
     """
 
     name: str

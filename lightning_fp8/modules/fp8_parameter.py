@@ -39,8 +39,7 @@ class Content:
             ``[N, 1]`` for rows; in E8M0 ``uint8``, ``[N, ceil(K/32)]`` for 32 of a row, or ``[ceil(N/32), ceil(K/32)]``
             for squares.
         is_frozen: whether there is no master, and no gradient.
-        rounding: the scaling by which the values would be rounded again, after a change of dtype; None for that of the
-            payload.
+        rounding: the scaling that rounds the values again after a change of dtype; None if it is ``scaling``.
         largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
             largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. Of
             blocks with powers of two, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same

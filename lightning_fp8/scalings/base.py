@@ -356,15 +356,18 @@ class Scaling(ABC):
             columns = Operand(turned, self.transposed_scales(operand.scale_inv), self)
         return Cast(operand if want.rows else None, columns)
 
-    def made(self, memory: Memory | None) -> Cast | None:
+    def made(self, memory: Memory) -> Cast:
         """What a kernel has written, as a cast."""
-        if memory is None:
-            return None
-        rows = None if memory.rows is None else Operand(memory.rows, memory.scale_inv, self)  # type: ignore[arg-type]
-        columns = None
-        if memory.columns is not None:
-            columns = Operand(memory.columns, memory.columns_scale_inv, self)  # type: ignore[arg-type]
-        return Cast(rows, columns, memory.sums)
+        codes, turned, scale_inv, turned_inv, sums = memory
+        return Cast(
+            None if codes is None else Operand(codes, scale_inv, self),  # type: ignore[arg-type]
+            None if turned is None else Operand(turned, turned_inv, self),  # type: ignore[arg-type]
+            sums,
+        )
+
+    def all_made(self, memories: Sequence[Memory] | None) -> list[Cast] | None:
+        """The same of several tensors; None where there is no kernel."""
+        return None if memories is None else [*map(self.made, memories)]
 
     def note(self, x: Tensor, cast: Cast, slot: Slot) -> None:
         """Count what a cast of x has lost, in the layout by rows if there are both."""

@@ -200,9 +200,12 @@ def new_result(
 
 def of_result(result: casts.Result, total: bool = True) -> Memory:
     """The outputs; with ``total`` the sums of all tiles."""
-    y, y_t = (None if payload.dim() < 2 or not payload.numel() else payload for payload in (result.y, result.y_t))
     sums = _total(result.column_sums) if total else result.column_sums
-    return Memory(y, y_t, result.scale_inv, result.scale_inv, sums)
+    return Memory(_if_any(result.y), _if_any(result.y_t), result.scale_inv, result.scale_inv, sums)
+
+
+def _if_any(codes: Tensor) -> Tensor | None:
+    return codes if codes.numel() else None
 
 
 # Casts in blocks

@@ -135,7 +135,8 @@ class MX(Scaling):
         if self.squares or self.format != "e4m3":
             return None
         opened, layout = slot.open(False), launches.layout_of(want)
-        return self.made(launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, True, False))
+        made = launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, True, False)
+        return None if made is None else self.made(made)
 
     @override
     def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
@@ -143,7 +144,7 @@ class MX(Scaling):
             return None
         opened, layout = [slot.open(False) for slot in slots], launches.layout_of(want)
         made = launches.pair_in_blocks(pair, slots, opened, layout, want.sums, self.new_scales, True, False)
-        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+        return self.all_made(made)
 
     @override
     def weights_by_kernel(
@@ -153,7 +154,7 @@ class MX(Scaling):
             return None
         scales = WeightScales(squares=self.squares, mx=True)
         made = launches.weights(weights, slots, out, scales, want.columns, lambda weight: False)
-        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+        return self.all_made(made)
 
     @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -153,7 +153,7 @@ class PerBlock(Scaling):
             return None
         opened, layout = slot.open(False), launches.layout_of(want)
         made = launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, False, self.powers_of_2)
-        return self.made(made)
+        return None if made is None else self.made(made)
 
     @override
     def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
@@ -162,7 +162,7 @@ class PerBlock(Scaling):
         opened, layout = [slot.open(False) for slot in slots], launches.layout_of(want)
         scales = self.new_scales, False, self.powers_of_2
         made = launches.pair_in_blocks(pair, slots, opened, layout, want.sums, *scales)
-        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+        return self.all_made(made)
 
     @override
     def weights_by_kernel(
@@ -172,7 +172,7 @@ class PerBlock(Scaling):
             return None
         scales = WeightScales(squares=True, power_of_2=self.powers_of_2)
         made = launches.weights(weights, slots, out, scales, want.columns, lambda weight: False)
-        return None if made is None else [cast for cast in map(self.made, made) if cast is not None]
+        return self.all_made(made)
 
     @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:

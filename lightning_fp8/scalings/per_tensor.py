@@ -128,10 +128,11 @@ class PerTensor(OneScale):
         first = x if isinstance(x, Tensor) else x.inputs[0]
         is_view = self.is_view(first.device, x.shape)
         opened = slot.open(self.delayed)
-        made = self.made(
-            launches.one_scale(x, self.format, slot, opened, _layout(want, is_view), want.sums, self._adjust(slot))
-        )
-        return _with_view(made, want) if made is not None and is_view else made
+        layout = _layout(want, is_view)
+        made = launches.one_scale(x, self.format, slot, opened, layout, want.sums, self._adjust(slot))
+        if made is None:
+            return None
+        return _with_view(self.made(made), want) if is_view else self.made(made)
 
     @override
     def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
@@ -139,9 +140,8 @@ class PerTensor(OneScale):
         opened = [slot.open(self.delayed) for slot in slots]
         layout = _layout(want, is_view)
         made = launches.one_scale_of_pair(pair, self.format, slots, opened, layout, want.sums, self._adjust(slots[0]))
-        if made is None:
-            return None
-        return [_with_view(cast, want) if is_view else cast for cast in map(self.made, made) if cast is not None]
+        casts = self.all_made(made)
+        return [_with_view(cast, want) for cast in casts] if casts is not None and is_view else casts
 
     def _adjust(self, slot: Slot) -> Callable[[Tensor], object] | None:
         return functools.partial(self._replace_amax, slot) if self._adjusts(slot) else None
@@ -167,7 +167,6 @@ class PerTensor(OneScale):
 
     def _weight(self, memory: launches.Memory, target: Cast | None, want: Want, is_view: bool) -> Cast:
         cast = self.made(memory)
-        assert cast is not None  # noqa: S101
         if not is_view or cast.rows is None or not want.columns:
             return cast
         # a view that compiled code reads stays the same object
@@ -181,10 +180,10 @@ class PerTensor(OneScale):
     @override
     def _groups_by_kernel(self, x: Tensor, slot: Slot, groups: Groups, want: Want) -> Cast:
         opened, layout = slot.open(self.delayed), _layout(want, False)
-        made = self.made(launches.one_scale_of_groups(x, self.format, slot, opened, layout, want.sums, groups))
+        made = launches.one_scale_of_groups(x, self.format, slot, opened, layout, want.sums, groups)
         if made is None:
             raise RuntimeError(f"There is no cast of groups of rows for {x.dtype} on {x.device}.")
-        return made
+        return self.made(made)
 
 
 def _layout(want: Want, is_view: bool) -> str:

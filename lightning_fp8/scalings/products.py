@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from torch import Tensor
 from lightning_fp8.ops.amaxes import BLOCK
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.library import on_gpu
+from lightning_fp8.ops.operand import Groups
 from lightning_fp8.scalings import emulation
 from lightning_fp8.scalings.base import Scaling
 from lightning_fp8.scalings.group_kernels import taken
-from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want, value_of
+from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
 
 
 def multiply(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -39,14 +40,19 @@ def multiply(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fa
 def cast(x: Source, slot: Slot, want: Want) -> Cast:
     """Cast x ``[M, K]`` for one or two products, each with the scaling that its slot has for it: in one pass where they
     are equal."""
+    if isinstance(x, Computed) and slot.rows != slot.columns and want.rows and want.columns:
+        # computed once for both
+        x = x.value
+    return _for_each(slot, want, lambda scaling, want: scaling.cast(x, slot, want))
+
+
+def _for_each(slot: Slot, want: Want, make: Callable[[Scaling, Want], Cast]) -> Cast:
     rows, columns = slot.rows, slot.columns
-    if rows == columns or not (want.rows and want.columns):
-        made = (rows if want.rows else columns).cast(x, slot, want)
-        return as_multiplied(made)
-    x = value_of(x)
+    if not (want.rows and want.columns) or rows is columns or rows == columns:
+        return as_multiplied(make(rows if want.rows else columns, want))
     # the first one records, and counts
-    first = columns.cast(x, slot, want._replace(rows=False, sums=False))
-    second = rows.cast(x, slot, want._replace(columns=False))
+    first = make(columns, want._replace(rows=False, sums=False))
+    second = make(rows, want._replace(columns=False))
     return as_multiplied(second._replace(columns=first.columns))
 
 
@@ -61,12 +67,7 @@ def cast_pair(pair: Computed, slots: Sequence[Slot], want: Want, sums: Sequence[
 
 def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
     """The cast of a weight ``[N, K]`` by what it holds now, for fprop and dgrad."""
-    rows, columns = slot.rows, slot.columns
-    if rows == columns or not (want.rows and want.columns):
-        return as_multiplied((rows if want.rows else columns).cast_weight(w, slot, want))
-    first = columns.cast_weight(w, slot, want._replace(rows=False))
-    second = rows.cast_weight(w, slot, want._replace(columns=False))
-    return as_multiplied(Cast(second.rows, first.columns))
+    return _for_each(slot, want, lambda scaling, want: scaling.cast_weight(w, slot, want))
 
 
 def sides_of_weight(w: Tensor, kept: Cast | None, slot: Slot, want: Want) -> Cast:
@@ -83,31 +84,26 @@ def sides_of_weight(w: Tensor, kept: Cast | None, slot: Slot, want: Want) -> Cas
     return Cast(sides[0], sides[1])
 
 
-def cast_groups(x: Tensor, slot: Slot, groups: object, want: Want) -> Cast:
+def cast_groups(x: Tensor, slot: Slot, groups: Groups, want: Want) -> Cast:
     """The same of groups of rows: x ``[T, K]``."""
-    rows, columns = slot.rows, slot.columns
-    if rows == columns or not (want.rows and want.columns):
-        return (rows if want.rows else columns).cast_groups(x, slot, groups, want)  # type: ignore[arg-type]
-    first = columns.cast_groups(x, slot, groups, want._replace(rows=False, sums=False))  # type: ignore[arg-type]
-    second = rows.cast_groups(x, slot, groups, want._replace(columns=False))  # type: ignore[arg-type]
-    return second._replace(columns=first.columns)
+    return _for_each(slot, want, lambda scaling, want: scaling.cast_groups(x, slot, groups, want))
 
 
 def as_multiplied(cast: Cast) -> Cast:
     """A cast with operands as products take them on its device."""
-    rows, columns = (None if side is None else side.scaling.as_multiplied(side) for side in cast[:2])
-    return Cast(rows, columns, cast.sums)
+    rows, columns, sums = cast
+    new_rows = None if rows is None else rows.scaling.as_multiplied(rows)
+    new_columns = None if columns is None else columns.scaling.as_multiplied(columns)
+    return cast if new_rows is rows and new_columns is columns else Cast(new_rows, new_columns, sums)
 
 
 def as_results(cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A cast of x as the results of an operator, which share no memory: codes and scale_inv by rows, and by columns."""
-    side = cast.rows if cast.rows is not None else cast.columns
-    assert side is not None  # noqa: S101
-    scaling = side.scaling
     codes, turned, scale_inv, turned_inv = (x.new_empty(0, dtype=torch.uint8) for _ in range(4))
     if cast.rows is not None:
         codes, scale_inv = cast.rows[:2]
     if cast.columns is not None:
+        scaling = cast.columns.scaling
         is_view = scaling.is_view(x.device, x.shape)
         if is_view and cast.rows is None:
             codes = cast.columns.codes.t()

@@ -30,7 +30,7 @@ class Gemms:
     """On an H100, as far as the rule can tell.
 
     Attributes:
-        are_missing: whether no kernel is to be had.
+        are_missing: whether there is no kernel.
         kernels: the kernel of each launch, in order.
     """
 
