@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple, cast
 
 import torch
@@ -13,19 +14,24 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_fp8.conversion.linear_layers import is_named_linear, linear_base, reason_against_linear
+from lightning_fp8.conversion.linear_layers import LINEAR, linear_base
+from lightning_fp8.modules import attention
 from lightning_fp8.modules.adapters import adapted_layer, adapter_modules
-from lightning_fp8.modules.attention import Fp8MultiheadAttention
-from lightning_fp8.modules.base import Fp8Module, fp8_class
-from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.class_swap import own_class, plain_class
 from lightning_fp8.modules.computed_weight import is_computed
-from lightning_fp8.modules.experts import Fp8Experts, experts_class, find_routers, is_experts, reason_against_experts
-from lightning_fp8.modules.fused_blocks import plain_class
-from lightning_fp8.modules.linear import Fp8Linear, linear_class
+from lightning_fp8.modules.family import Family
 from lightning_fp8.modules.paths import matches
 from lightning_fp8.modules.tensor_classes import has_own_operators
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS, Product
 from lightning_fp8.scaling.config import Fp8Config
+
+# rooms of families of a library: a model with such a layer has imported the module that is named first
+_OF_LIBRARIES = {
+    "transformers.pytorch_utils": "conv1d",
+    "transformers.integrations.moe": "experts",
+    "transformers.models.llama4.modeling_llama4": "experts",
+}
 
 
 class Sizes(NamedTuple):
@@ -76,16 +82,12 @@ def planned_layers(
     ``products`` has, by layer, its products in bf16 and the setting that put them there.
     """
     everything = [layer for _, layer in modules]
-    routers, of_adapters = set(find_routers(everything)), adapter_modules(everything)
+    routers, of_adapters, families = _routers(everything), adapter_modules(everything), _families()
     ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
-        if not (
-            is_experts(layer)
-            or isinstance(layer, (*_classes(), nn.Bilinear))
-            or layer in routers
-            or is_named_linear(layer)
-        ):
+        family = next((family for family in families if family.recognises(layer)), None)
+        if family is None and layer not in routers:
             continue
         in_adapter, (in_bf16, source) = layer in of_adapters, products[layer]
         if layer in ignored:
@@ -99,35 +101,31 @@ def planned_layers(
         else:
             reason = reason_against(layer, layer in outputs_of_converted)
         of_size = None if reason else too_small(layer, config.min_features)
-        becomes = None if reason or of_size else fp8_class_for(layer)
+        becomes = None if reason or of_size else family_of(layer).fp8_class(layer)
         if becomes is not None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(adapted_layer(layer.out_proj))
         yield PlannedLayer(path, layer, becomes, reason or of_size, of_size is not None, in_adapter, in_bf16)
 
 
-def _classes() -> dict[type[nn.Module], type[Fp8Module]]:
-    """The classes that are known by name, each with its FP8 class."""
-    classes: dict[type[nn.Module], type[Fp8Module]] = {
-        nn.Linear: Fp8Linear,
-        nn.MultiheadAttention: Fp8MultiheadAttention,
-        # this subclass of nn.Linear only marks the output projection of an attention
-        NonDynamicallyQuantizableLinear: Fp8Linear,
-    }
-    # a model with such a layer has imported its module; other models need no transformers
-    hugging_face = sys.modules.get("transformers.pytorch_utils")
-    if hasattr(hugging_face, "Conv1D"):
-        from lightning_fp8.modules.conv1d import Conv1D, Fp8Conv1D
-
-        classes[Conv1D] = Fp8Conv1D
-    return classes
+def _families() -> list[Family]:
+    """The families that a model may have layers of."""
+    rooms = dict.fromkeys(room for library, room in _OF_LIBRARIES.items() if library in sys.modules)
+    return [attention.FAMILY, *(import_module(f"lightning_fp8.modules.{room}").FAMILY for room in rooms), LINEAR]
 
 
-def fp8_class_for(layer: nn.Module) -> type[Fp8Module]:
-    """The class of this layer in FP8."""
-    kind = plain_class(layer)
-    if is_experts(layer):
-        return fp8_class(experts_class(layer), kind)
-    return _classes().get(kind) or linear_class(kind)
+def family_of(layer: nn.Module) -> Family:
+    """The family of a layer that does matrix multiplications: that of linear layers if no other is its own."""
+    return next((family for family in _families() if family.recognises(layer)), LINEAR)
+
+
+def _routers(modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """The layers whose outputs choose experts."""
+    parents = [module for module in modules if "experts" in module._modules]
+    if not parents:
+        return set()
+    from lightning_fp8.modules.experts import find_routers
+
+    return set(find_routers(parents))
 
 
 def reason_against(layer: nn.Module, is_output: bool) -> str | None:
@@ -152,15 +150,7 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
         return "a torch.jit.ScriptModule: a conversion by class would have no effect"
     if "forward" in vars(layer):
         return "its `forward` was replaced on the object, and a conversion by class would have no effect"
-    classes, kind = _classes(), own_class(layer)
-    base = next((cls for cls in classes if issubclass(kind, cls) and not issubclass(cls, nn.Linear)), None)
-    if is_experts(layer):
-        reason = reason_against_experts(layer)
-    elif base is None:
-        reason = None if kind in classes else reason_against_linear(layer)
-    else:
-        name = f"nn.{base.__name__}" if base is nn.MultiheadAttention else base.__name__
-        reason = None if kind is base else f"a {kind.__name__}, a subclass of {name}, which alone is converted"
+    reason = family_of(layer).reason_against(layer)
     if reason is None and any(weight.numel() == 0 for weight in gemm_weights(layer).values()):
         return "has no elements"
     return reason
@@ -182,15 +172,12 @@ def too_small(layer: nn.Module, min_features: int) -> str | None:
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:
     """The GEMM weights that a layer, converted or plain, holds itself, by GEMM name."""
-    if is_experts(layer):
-        return Fp8Experts.gemm_weights(layer)
-    kind = Fp8MultiheadAttention if isinstance(layer, nn.MultiheadAttention) else Fp8Module
-    return kind.gemm_weights(layer)
+    return family_of(layer).base.gemm_weights(layer)
 
 
 def sizes(layer: nn.Module) -> list[Sizes]:
     """The sizes of a layer's GEMM weights, whether it stores them as ``[N, K]`` or ``[K, N]``."""
-    kind = type(layer) if isinstance(layer, Fp8Module) else fp8_class_for(layer)
+    kind = type(layer) if isinstance(layer, Fp8Module) else family_of(layer).fp8_class(layer)
     return [
         Sizes(*(weight.shape[-2:] if kind.weight_is_k_by_n else reversed(weight.shape[-2:])))
         for weight in gemm_weights(layer).values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar, cast
 
 from torch import nn
@@ -16,9 +16,10 @@ from lightning_fp8.conversion.settings import Overrides
 from lightning_fp8.conversion.shared_inputs import share_inputs
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.class_swap import exchange_class, own_class
-from lightning_fp8.modules.fused_blocks import fuse_feed_forward
+from lightning_fp8.modules.class_swap import exchange_class, own_class, plain_class
+from lightning_fp8.modules.fused_blocks import Fp8FeedForward, fuse_feed_forward
 from lightning_fp8.modules.gemm import Gemm
+from lightning_fp8.modules.known_blocks import known_form
 from lightning_fp8.modules.paths import named_modules
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
@@ -109,7 +110,7 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     state.model.scanned.update(layers)
     state.model.ignored = plan.ignore_modules
     share_inputs(layers)
-    fuse_feed_forward(layers)
+    _fuse(layers)
     keep_own_forwards(layers, Fp8Module)
     return state
 
@@ -163,7 +164,7 @@ def unconvert(module: ModuleT) -> ModuleT:
     layers = list(module.modules())
     fp8_layers = list(converted(module))
     _restore(fp8_layers)
-    fuse_feed_forward(layers)
+    _fuse(layers)
     restore_fast_path(layers)
     return module
 
@@ -284,14 +285,27 @@ def _give_settings(plan: ConversionPlan) -> None:
     if plan.config.frozen_weights == "fp8":
         keep_in_fp8([module for _, module in plan.modules])
     else:
-        restore_masters(layers)
+        _give_masters(layers)
+
+
+def _give_masters(layers: Iterable[Fp8Module]) -> None:
+    without = [layer for layer in layers if layer.has_fp8_only]
+    if without:
+        restore_masters(without)
+
+
+def _fuse(modules: Iterable[nn.Module]) -> None:
+    """Fuse the feed-forward blocks whose layers are converted; make those of others plain again."""
+    blocks = [part for part in modules if isinstance(part, Fp8FeedForward) or known_form(part, plain_class(part))]
+    if blocks:
+        fuse_feed_forward(blocks)
 
 
 def _restore(layers: Sequence[tuple[str, Fp8Module]]) -> None:
-    restore_masters(layer for _, layer in layers)
+    _give_masters(layer for _, layer in layers)
     for _, layer in layers:
-        plain_class = layer.plain_class
+        kind = layer.plain_class
         for gemm in layer.fp8.values():
             gemm.model.leave(gemm)
         del layer.fp8, layer.plain_class
-        exchange_class(layer, plain_class)
+        exchange_class(layer, kind)

@@ -1,20 +1,58 @@
-"""Which layers are linear layers: those that have the ``forward`` of nn.Linear, of a registered or of a known class."""
+"""Which layers are linear layers: those that have the ``forward`` of nn.Linear, of a registered or of a known class.
+
+The known ones are layers of other libraries. Each is known by the name of its class and by the source of its
+``forward``, so a version of the library that computes something else is not mistaken for it.
+"""
 
 from __future__ import annotations
 
 from abc import ABCMeta
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_fp8.conversion.known_linear import known_linear
-from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.class_swap import own_class, plain_class
+from lightning_fp8.modules.family import Family
+from lightning_fp8.modules.known_source import source_digest
+from lightning_fp8.modules.linear import LinearForward, linear_class
 
 KindT = TypeVar("KindT", bound=type[nn.Module])
 _registered: list[type[nn.Module]] = [nn.Linear]
 # parts of the names of classes that `describe` shows, in lower case
 _NAMES = ("linear", "dense")
+
+
+class KnownLinear(NamedTuple):
+    """What is known of a class.
+
+    Attributes:
+        digests: of the source of its ``forward``, one for each version that differs.
+        settings: the attributes on which its result depends, with the values that make it F.linear.
+    """
+
+    digests: tuple[str, ...]
+    settings: Mapping[str, Any] = {}
+
+
+KNOWN: dict[str, KnownLinear] = {
+    # 2.0.0 to 2.2.0; version 1 inherits `forward`
+    "openfold.model.primitives.Linear": KnownLinear(("2cf4bf0a603f8952",), {"precision": None}),
+    # 0.9.0 to 1.0.31
+    "timm.layers.linear.Linear": KnownLinear(("b476311d01a949b3",)),
+    # 2.0.0 to 2.8.1
+    "torch_geometric.nn.dense.linear.Linear": KnownLinear(("926c48e5a6e79c00",)),
+    # 5.0.0 to 5.24.0
+    "transformers.models.falcon.modeling_falcon.FalconLinear": KnownLinear(("83449a3536ec0fd4",)),
+}
+
+
+def known_linear(kind: type[nn.Module]) -> KnownLinear | None:
+    """What is known of a class; None for one that is not known, or defines no ``forward``, or an unknown one."""
+    # by name first: reading the source of every class of a model takes time
+    known = KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
+    return known if known is not None and source_digest(vars(kind).get("forward")) in known.digests else None
 
 
 def register_linear(kind: KindT) -> KindT:
@@ -94,3 +132,10 @@ def reason_against_linear(layer: nn.Module) -> str | None:
         if getattr(layer, name) != value:
             return f"{named}, which computes F.linear only if its `{name}` is {value!r}, not {getattr(layer, name)!r}"
     return None
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, nn.Bilinear)) or is_named_linear(layer)
+
+
+LINEAR = Family(LinearForward, _is_linear, lambda layer: linear_class(plain_class(layer)), reason_against_linear)

@@ -20,9 +20,8 @@ from torch import nn
 
 from lightning_fp8.modules.adapters import adapted_layer
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.class_swap import own_class
+from lightning_fp8.modules.class_swap import own_class, plain_class
 from lightning_fp8.modules.feed_forward import feed_forward
-from lightning_fp8.modules.fused_blocks import plain_class
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.shared_input import SharedInput

@@ -17,7 +17,7 @@ from lightning_fp8.conversion.one_state import state_now
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.conversion.schedule import Schedule
 from lightning_fp8.conversion.settings import Overrides, checked_settings
-from lightning_fp8.modules.all_gather import on_sharded_weights
+from lightning_fp8.modules.base import on_sharded_weights
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.state import ScalingState

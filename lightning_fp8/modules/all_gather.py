@@ -27,7 +27,7 @@ from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Content, Fp8Parameter
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
-from lightning_fp8.modules.stamp import Stamped, stamp
+from lightning_fp8.modules.weight_cast import Stamped, stamp
 from lightning_fp8.scaling import optimizer_steps
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scalings.launches import measure_weights
@@ -180,13 +180,6 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
             " nothing to gather in FP8. Call `fully_shard` in `configure_model`, with ModelParallelStrategy."
         )
     return names
-
-
-def on_sharded_weights(model: nn.Module) -> None:
-    """See :meth:`Gemm.on_sharding`: for layers that were sharded after their conversion."""
-    for layer in model.modules():
-        for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
-            gemm.on_sharding(weight)
 
 
 def _is_sharded_by_rows(weight: Tensor) -> bool:

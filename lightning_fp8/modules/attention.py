@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.family import of_class
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.functional import Fp8Weight, cast_weight, check_input, fp8_linear, take_rows
 
@@ -239,3 +240,6 @@ def _attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, d
     scores = scores if mask is None else scores + mask
     weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
     return torch.matmul(weights, v), weights
+
+
+FAMILY = of_class(nn.MultiheadAttention, Fp8MultiheadAttention, "nn.MultiheadAttention")

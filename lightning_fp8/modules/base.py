@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_fp8.modules.class_swap import Swapped
 from lightning_fp8.modules.computed_weight import held_weight
-from lightning_fp8.modules.frozen_layers import free_masters, frozen_parameters_apart, save_values
+from lightning_fp8.modules.fp8_parameter import Fp8Parameter
+from lightning_fp8.modules.frozen_layers import applied, free_masters, save_values
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.formats import Product
@@ -19,12 +21,11 @@ from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.state import ScalingState
 
 
-class Fp8Module(nn.Module):
+class Fp8Module(Swapped):
     """A module whose linear layers compute in FP8. Never constructed: conversion changes the class of an object.
 
     Attributes:
         fp8: the GEMM of each of its own weights, by name; the name is ``""`` where there is just one.
-        plain_class: the class before the conversion, which :func:`lightning_fp8.unconvert` restores.
         weight_is_k_by_n: whether the layer stores its weight as ``[K, N]``, not as ``[N, K]``.
         family: the classes that compute with one forward; :func:`fp8_class` adds to them.
         weights_are_stacked: whether its weights are matrices of parameters ``[E, N, K]``: the names of their GEMMs end
@@ -32,7 +33,6 @@ class Fp8Module(nn.Module):
     """
 
     fp8: dict[str, Gemm]
-    plain_class: type[nn.Module]
     weight_is_k_by_n: ClassVar[bool] = False
     weights_are_stacked: ClassVar[bool] = False
     family: ClassVar[set[type[Fp8Module]]] = set()
@@ -83,6 +83,13 @@ class Fp8Module(nn.Module):
         return next(iter(self.fp8.values())).precision.of("settings").in_bf16
 
     @property
+    def has_fp8_only(self) -> bool:
+        """Whether a weight exists in FP8 only, or is to as soon as it is frozen and loaded."""
+        return any(gemm.weight_cast.fp8_only for gemm in self.fp8.values()) or any(
+            isinstance(parameter, Fp8Parameter) for parameter in self._parameters.values()
+        )
+
+    @property
     def phase(self) -> Phase:
         """What a forward is part of now."""
         if not self.training:
@@ -101,9 +108,8 @@ class Fp8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to()`, `.cuda()`, `.to_empty()` and friends: scales follow the weight to its device and keep their dtype.
-        with frozen_parameters_apart(self) as frozen_weights:
-            module = super()._apply(fn, recurse)
-        self._parameters.update({name: weight.applied(fn) for name, weight in frozen_weights.items()})
+        apply = super()._apply
+        module = applied(self, apply, fn, recurse) if self.has_fp8_only else apply(fn, recurse)
         self._drop_casts()
         device = next(iter(self.gemm_weights(self).values())).device
         if device.type != "meta":
@@ -120,7 +126,8 @@ class Fp8Module(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._drop_casts()
-        free_masters(self)
+        if self.has_fp8_only:
+            free_masters(self)
         state = self.scaling_state
         # histories that were loaded since the last update are those of the weights that are loaded now
         if not state.has_loaded and self._is_in(state_dict, prefix):
@@ -136,13 +143,20 @@ class Fp8Module(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
-        if not keep_vars:
+        if self.has_fp8_only and not keep_vars:
             save_values(self, destination, prefix)
 
     def extra_repr(self) -> str:
         """The text of the plain class, and the recipe."""
         plain = super().extra_repr()
         return f"{plain}{', ' if plain else ''}fp8={self.scaling_state.recipe}"
+
+
+def on_sharded_weights(model: nn.Module) -> None:
+    """See :meth:`Gemm.on_sharding`: for layers that were sharded after their conversion."""
+    for layer in model.modules():
+        for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
+            gemm.on_sharding(weight)
 
 
 _classes: dict[tuple[type[Fp8Module], type[nn.Module]], type[Fp8Module]] = {}

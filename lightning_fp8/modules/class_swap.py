@@ -11,6 +11,21 @@ from torch.nn.utils import parametrize
 _known: dict[type, type[nn.Module]] = {}
 
 
+class Swapped(nn.Module):
+    """A module whose class the conversion has exchanged.
+
+    Attributes:
+        plain_class: the class before the conversion, which :func:`lightning_fp8.unconvert` restores.
+    """
+
+    plain_class: type[nn.Module]
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before the conversion."""
+    return module.plain_class if isinstance(module, Swapped) else own_class(module)
+
+
 def own_class(module: object) -> type[nn.Module]:
     """The class of a module, before ``fully_shard`` and parametrizations."""
     kind = type(module)

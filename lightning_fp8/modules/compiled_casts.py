@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.weight_cast import normal_tensors
@@ -24,18 +23,6 @@ from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scalings.operand import Cast
 
 _LOCK = threading.Lock()
-
-
-def compiled_gemms(model: nn.Module) -> list[Gemm]:
-    """The GEMMs of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
-    gemms: dict[int, Gemm] = {}
-    for module in model.modules():
-        # `_compiler_ctx` is Lightning's; `generate` of transformers keeps what it has compiled in `_compiled_call`
-        marks = (getattr(module, name, None) for name in ("_compiled_call_impl", "_compiler_ctx", "_compiled_call"))
-        if "_orig_mod" in module._modules or any(mark is not None for mark in marks):
-            layers = (layer for layer in module.modules() if isinstance(layer, Fp8Module))
-            gemms.update((id(gemm), gemm) for layer in layers for gemm in layer.fp8.values())
-    return list(gemms.values())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.family import of_class
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
 from lightning_fp8.modules.linear import LinearForward
 
@@ -34,3 +35,4 @@ class Fp8Conv1D(Fp8Module, Conv1D):
 
 
 LinearForward.family.add(Fp8Conv1D)
+FAMILY = of_class(Conv1D, Fp8Conv1D, "Conv1D")

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from lightning_fp8.core.groups import cast_groups, groups_of, linear_groups
-from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.base import Fp8Module, fp8_class
+from lightning_fp8.modules.class_swap import plain_class
+from lightning_fp8.modules.family import Family
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen
 from lightning_fp8.modules.functional import (
     cast_stack,
@@ -235,11 +237,13 @@ class Fp8SortedExperts(Fp8TransposedExperts):
         return up * self.act_fn(gate)
 
 
-def experts_class(layer: nn.Module) -> type[Fp8Experts]:
-    """The class that computes the forward of these plain experts in FP8."""
+def _experts_class(layer: nn.Module) -> type[Fp8Module]:
+    """The class of these experts in FP8."""
     if _are_sorted(layer):
-        return Fp8SortedExperts
-    return Fp8TransposedExperts if layer.is_transposed else Fp8Experts
+        kind: type[Fp8Experts] = Fp8SortedExperts
+    else:
+        kind = Fp8TransposedExperts if layer.is_transposed else Fp8Experts
+    return fp8_class(kind, plain_class(layer))
 
 
 def stack_names(layer: nn.Module) -> tuple[str, str]:
@@ -264,7 +268,7 @@ def _are_sorted(layer: nn.Module) -> bool:
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _LLAMA_4
 
 
-def reason_against_experts(layer: nn.Module) -> str | None:
+def _reason_against_experts(layer: nn.Module) -> str | None:
     """Why these plain experts cannot run in FP8; None if they can."""
     if _are_sorted(layer):
         return None
@@ -292,6 +296,9 @@ def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
                 weight = part._parameters.get("weight")
                 if weight is not None and weight.dim() == 2 and len(weight) == count:
                     yield part
+
+
+FAMILY = Family(Fp8Experts, is_experts, _experts_class, _reason_against_experts)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -125,15 +124,18 @@ def frozen_parameters(layer: nn.Module) -> dict[str, Fp8Parameter]:
     return {name: weight for name, weight in own.items() if is_frozen(weight)}
 
 
-@contextmanager
-def frozen_parameters_apart(layer: nn.Module) -> Iterator[dict[str, Fp8Parameter]]:
-    """Take FP8 parameters out of the layer: ``nn.Module._apply`` would replace their ``.data``, or swap them."""
+def applied(
+    layer: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool
+) -> nn.Module:
+    """``nn.Module._apply`` on all but the FP8 parameters, whose ``.data`` it would replace; these are applied after."""
     parameters = frozen_parameters(layer)
     layer._parameters.update(dict.fromkeys(parameters))
     try:
-        yield parameters
+        module = apply(fn, recurse)
     finally:
         layer._parameters.update(cast(dict[str, nn.Parameter], parameters))
+    layer._parameters.update({name: weight.applied(fn) for name, weight in parameters.items()})
+    return module
 
 
 def replace_weight(layer: nn.Module, gemms: Sequence[Gemm], former: Tensor, new: nn.Parameter) -> None:

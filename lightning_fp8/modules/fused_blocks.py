@@ -12,8 +12,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from lightning_fp8.modules.adapters import adapted_layer
-from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.class_swap import exchange_class, own_class
+from lightning_fp8.modules.class_swap import Swapped, exchange_class, own_class, plain_class
 from lightning_fp8.modules.computed_weight import is_computed
 from lightning_fp8.modules.feed_forward import (
     SHARDED,
@@ -22,7 +21,7 @@ from lightning_fp8.modules.feed_forward import (
     reason_against_fusing,
     run_block,
 )
-from lightning_fp8.modules.known_blocks import Form, form_of_class
+from lightning_fp8.modules.known_blocks import Form, form_of_class, known_form, part_at
 from lightning_fp8.modules.linear import LinearForward
 
 Step = FeedForward | Callable[[Tensor], Tensor]
@@ -30,18 +29,16 @@ Step = FeedForward | Callable[[Tensor], Tensor]
 _ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
-class Fp8FeedForward(nn.Module):
+class Fp8FeedForward(Swapped):
     """A module whose feed-forward block runs fused where that is possible, else part by part.
 
     Never constructed: conversion changes the class of a module of a known form whose linear layers it has converted, to
     a subclass of both this and the module's own class.
 
     Attributes:
-        plain_class: the class before the conversion.
         form: how the class computes the block.
     """
 
-    plain_class: ClassVar[type[nn.Module]]
     form: ClassVar[Form]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -105,32 +102,11 @@ def _note(module: nn.Module, base: type[nn.Module], form: Form, block: FeedForwa
     return "feed-forward fused" if reason is None else f"feed-forward not fused: {reason}"
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before it was converted, or its block fused."""
-    return module.plain_class if isinstance(module, (Fp8Module, Fp8FeedForward)) else own_class(module)
-
-
-def known_form(module: nn.Module, kind: type[nn.Module]) -> Form | None:
-    """The form of one of a module's classes, if the module has the parts that its method calls."""
-    classes = {name: own_class(part) for name, part in module._modules.items() if part is not None}
-    form = form_of_class(kind, classes)
-    return form if form is not None and all(_has(module, path) for path in form.paths) else None
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    *owner, name = path.split(".")
-    return hasattr(_at(module, ".".join(owner)) if owner else module, name)
-
-
 def _parts(module: nn.Module, form: Form) -> list[Any]:
     """The parts that the method of the module calls, in the order of :attr:`Form.paths`."""
-    return list(module._modules.values()) if form.kind == "sequential" else [_at(module, path) for path in form.paths]
-
-
-def _at(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
+    return (
+        list(module._modules.values()) if form.kind == "sequential" else [part_at(module, path) for path in form.paths]
+    )
 
 
 def _steps(module: nn.Module, form: Form) -> list[Step]:
@@ -139,7 +115,7 @@ def _steps(module: nn.Module, form: Form) -> list[Step]:
     if form.kind in ("sequential", "chain"):
         return _joined(parts)
     last, activation, *first = parts
-    around = tuple(_at(module, name) for name in form.around)
+    around = tuple(part_at(module, name) for name in form.around)
     return [FeedForward(tuple(first), activation, last, around=around, packed=form.kind == "packed")]
 
 
@@ -148,13 +124,13 @@ def _joined(calls: list[Callable[[Tensor], Tensor]]) -> list[Step]:
     steps: list[Step] = []
     position = 0
     while position < len(calls):
-        block, length = _block_at(calls, position)
+        block, length = _blockpart_at(calls, position)
         steps.append(calls[position] if block is None else block)
         position += length
     return steps
 
 
-def _block_at(calls: list[Callable[[Tensor], Tensor]], position: int) -> tuple[FeedForward | None, int]:
+def _blockpart_at(calls: list[Callable[[Tensor], Tensor]], position: int) -> tuple[FeedForward | None, int]:
     """The block that begins at this position, and how many calls it takes."""
     end = position + 2
     while end < len(calls) and type(calls[end]) is nn.Dropout:
@@ -192,11 +168,11 @@ def _run_steps(self: Fp8FeedForward, x: Tensor) -> Tensor:
 
 def _run_two_modules(self: Fp8FeedForward, x: Tensor) -> Tensor:
     form = self.form
-    is_known = tuple(type(_at(self, name)) for name in form.around) == form.classes
+    is_known = tuple(type(part_at(self, name)) for name in form.around) == form.classes
     (block,) = _steps(self, form) if is_known else (None,)
     if not isinstance(block, FeedForward) or reason_against_fusing(block) is not None:
         return cast(Tensor, getattr(self.plain_class, form.method)(self, x))
-    dropout, norm = (_at(self, path) for path in form.behind)
+    dropout, norm = (part_at(self, path) for path in form.behind)
     return cast(Tensor, norm(dropout(run_block(block, x)) + x))
 
 

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.modules.phase import Phase, casting_of
 from lightning_fp8.modules.shared_input import SharedInput
-from lightning_fp8.modules.stamp import is_sharded
 from lightning_fp8.modules.tensor_classes import kind_of
-from lightning_fp8.modules.weight_cast import KeptCast, WeightCast
+from lightning_fp8.modules.weight_cast import KeptCast, WeightCast, is_sharded
 from lightning_fp8.ops.formats import ROLES, Role
 from lightning_fp8.runtime.device import check_device
 from lightning_fp8.scaling.config import Fp8Config

@@ -14,10 +14,11 @@ projectors that several of them share; not heads, which run once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.known_source import source_digest
 
 # torch's transformer layers compute the block in `_ff_block`, BERT's in `feed_forward_chunk`
@@ -147,3 +148,22 @@ def _of_two_modules(classes: Mapping[str, type[nn.Module]]) -> Form | None:
     if source_digest(inner.forward) != _INTERMEDIATE or norm is None:
         return None
     return _BERT._replace(classes=(inner, outer), behind=("output.dropout", f"output.{norm}"))
+
+
+def known_form(module: nn.Module, kind: type[nn.Module]) -> Form | None:
+    """The form of one of a module's classes, if the module has the parts that its method calls."""
+    classes = {name: own_class(part) for name, part in module._modules.items() if part is not None}
+    form = form_of_class(kind, classes)
+    return form if form is not None and all(_has(module, path) for path in form.paths) else None
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    *owner, name = path.split(".")
+    return hasattr(part_at(module, ".".join(owner)) if owner else module, name)
+
+
+def part_at(module: Any, path: str) -> Any:
+    """The part of a module at a path inside it."""
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_fp8.modules.base import Fp8Module, fp8_class
 from lightning_fp8.modules.functional import cast_weight, check_input, fp8_linear
@@ -65,7 +66,8 @@ class Fp8Linear(LinearForward, nn.Linear):
 
 def linear_class(plain: type[nn.Module]) -> type[LinearForward]:
     """The FP8 class for linear layers of this class."""
-    if plain is nn.Linear:
+    # the subclass only marks the output projection of an attention
+    if plain in (nn.Linear, NonDynamicallyQuantizableLinear):
         return Fp8Linear
     kind = cast(type[LinearForward], fp8_class(LinearForward, plain))
     names = [*inspect.signature(plain.forward).parameters]

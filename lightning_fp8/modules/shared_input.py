@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_fp8.modules.stamp import stamp
+from lightning_fp8.modules.weight_cast import stamp
 
 
 class _Made(NamedTuple):

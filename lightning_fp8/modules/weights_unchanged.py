@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from lightning_fp8.modules.base import Fp8Module
-from lightning_fp8.modules.compiled_casts import compiled_gemms, keep_compiled_casts
+from lightning_fp8.modules.compiled_casts import keep_compiled_casts
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import KeptCast, assume_unchanged
 
@@ -36,10 +36,10 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     Args:
         model: converted model, or any of its parts. One without converted layers stays as it is.
     """
-    casts = casts_of(all_gemms(model))
+    casts, compiled = casts_of(all_gemms(model)), compiled_gemms(model)
     drop_unless_assumed(casts)
     try:
-        with assume_unchanged(casts), keep_compiled_casts(compiled_gemms(model), record=False):
+        with assume_unchanged(casts), keep_compiled_casts(compiled, record=False) if compiled else nullcontext():
             yield
     finally:
         drop_unless_assumed(casts)
@@ -48,6 +48,18 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
 def all_gemms(model: nn.Module) -> Iterator[Gemm]:
     """The GEMMs of all converted layers."""
     return (gemm for layer in model.modules() if isinstance(layer, Fp8Module) for gemm in layer.fp8.values())
+
+
+def compiled_gemms(model: nn.Module) -> list[Gemm]:
+    """The GEMMs of layers in modules that ``torch.compile``, ``nn.Module.compile`` or ``generate`` has compiled."""
+    gemms: dict[int, Gemm] = {}
+    for module in model.modules():
+        # `_compiler_ctx` is Lightning's; `generate` of transformers keeps what it has compiled in `_compiled_call`
+        marks = (getattr(module, name, None) for name in ("_compiled_call_impl", "_compiler_ctx", "_compiled_call"))
+        if "_orig_mod" in module._modules or any(mark is not None for mark in marks):
+            layers = (layer for layer in module.modules() if isinstance(layer, Fp8Module))
+            gemms.update((id(gemm), gemm) for layer in layers for gemm in layer.fp8.values())
+    return list(gemms.values())
 
 
 def casts_of(gemms: Iterable[Gemm]) -> list[KeptCast[Any]]:

@@ -7,7 +7,8 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -24,10 +25,9 @@ from lightning_fp8.dtypes.attention import DTYPE_MISMATCH, AttentionDtypes, Dtyp
 from lightning_fp8.dtypes.encoder import layers_own_forwards
 from lightning_fp8.dtypes.storage import agree_inputs, release_inputs
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
-from lightning_fp8.plugins.contexts import autocast
 from lightning_fp8.plugins.settings import as_torch_dtype
 from lightning_fp8.runtime.choice import check_choice
-from lightning_fp8.runtime.switch import default_dtype
+from lightning_fp8.runtime.switch import Switch, default_dtype
 
 _RUNS: weakref.WeakKeyDictionary[Any, ExitStack] = weakref.WeakKeyDictionary()  # they cannot be pickled with a plugin
 
@@ -179,7 +179,7 @@ class PrecisionCore(FSDPPrecision):
         (FSDPPrecision if self._is_under_fsdp else Precision).clip_grad_by_norm(self, optimizer, clip_val)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self._device_type(), self.compute_dtype) if self._autocasts else nullcontext()
+        return _autocast(self._device_type(), self.compute_dtype) if self._autocasts else nullcontext()
 
     @property
     def _autocasts(self) -> bool:
@@ -210,3 +210,36 @@ class PrecisionCore(FSDPPrecision):
 def as_dtype(data: Any, dtype: torch.dtype) -> Any:
     """Cast the floating point tensors of a batch to ``dtype``, and leave everything else as it is."""
     return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+class _Autocast(NamedTuple):
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+
+_AUTOCAST: dict[str, Switch[_Autocast]] = {}
+
+
+def _autocast(device_type: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """``torch.autocast`` without a cache, in this thread, until all overlapping tasks of the thread have ended.
+
+    Raises:
+        RuntimeError: by torch, where the device cannot compute in ``dtype``.
+    """
+    torch.autocast(device_type, dtype=dtype)
+    if device_type not in _AUTOCAST:
+        _AUTOCAST.setdefault(device_type, Switch(partial(_get_autocast, device_type), _set_autocast, per_thread=True))
+    return _AUTOCAST[device_type].at(_Autocast(device_type, True, dtype, False))
+
+
+def _get_autocast(device_type: str) -> _Autocast:
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return _Autocast(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
+
+
+def _set_autocast(values: _Autocast) -> None:
+    torch.set_autocast_enabled(values.device_type, values.enabled)
+    torch.set_autocast_dtype(values.device_type, values.dtype)
+    torch.set_autocast_cache_enabled(values.cache_enabled)

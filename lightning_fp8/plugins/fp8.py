@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import carry_out_for_run, is_converted, scaling_state, unconvert
-from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.one_state import state_now
 from lightning_fp8.conversion.plan import NothingToConvertError, conversion_plan
+from lightning_fp8.conversion.rows import coverage
 from lightning_fp8.conversion.settings import checked_settings
 from lightning_fp8.dtypes.attention import DtypeMismatch
 from lightning_fp8.dtypes.storage import float64_parameter, store_parameters
-from lightning_fp8.modules.all_gather import gather_in_fp8, on_sharded_weights
+from lightning_fp8.modules.all_gather import gather_in_fp8
+from lightning_fp8.modules.base import on_sharded_weights
 from lightning_fp8.modules.fp8_parameter import is_frozen
 from lightning_fp8.modules.paths import as_patterns
 from lightning_fp8.plugins.core import PrecisionCore

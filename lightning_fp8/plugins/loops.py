@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_fp8.modules.compiled_casts import compiled_gemms, keep_compiled_casts
+from lightning_fp8.modules.compiled_casts import keep_compiled_casts
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.weight_cast import KeptCast, assume_unchanged
-from lightning_fp8.modules.weights_unchanged import all_gemms, casts_of, drop_unless_assumed
+from lightning_fp8.modules.weights_unchanged import all_gemms, casts_of, compiled_gemms, drop_unless_assumed
 
 
 class LoopWeights:
@@ -45,7 +45,8 @@ class LoopWeights:
                 self._gemms = [weakref.ref(gemm) for gemm in all_gemms(model)]
                 self._compiled = compiled_gemms(model)
         assumed = self._casts() if fetcher is not None and not record else []
-        with assume_unchanged(assumed), keep_compiled_casts(self._compiled if fetcher is not None else [], record):
+        compiled = self._compiled if fetcher is not None else []
+        with assume_unchanged(assumed), keep_compiled_casts(compiled, record) if compiled else nullcontext():
             yield
 
     def is_first_step(self, trainer: pl.Trainer | None) -> bool:
@@ -55,7 +56,7 @@ class LoopWeights:
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Context of a forward that is recomputed inside backward."""
-        return keep_compiled_casts(self._compiled, record=True, in_backward=True)
+        return keep_compiled_casts(self._compiled, True, in_backward=True) if self._compiled else nullcontext()
 
     def drop(self) -> None:
         """Drop all casts: a loop has ended."""

@@ -9,13 +9,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.operand import take_handle
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
-from lightning_fp8.scaling.uneven_inputs import refuse_join
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Gemm
@@ -143,7 +144,7 @@ class Fp8Model:
         """
         if record:
             if not self.has_recorded and self.state.recipe.reduce_amax:
-                refuse_join()
+                _refuse_join()
             self.has_recorded = True
         row = None if index is None else self._row_at.get(index.data_ptr())
         has_history = row is not None and self._known.item(row)
@@ -201,3 +202,14 @@ class Fp8Model:
         self.forget_histories()
         # amaxes that wait for their update may have come with the histories
         self.has_recorded = bool((self.state.amax[: self.state.delayed] != 0).any())
+
+
+def _refuse_join() -> None:
+    """RuntimeError inside ``ddp.join()``: a process without inputs would miss the reductions that others wait for."""
+    ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if ddp is not None and ddp._join_config.enable and dist.get_world_size() > 1:
+        raise RuntimeError(
+            "Join: a model with FP8 layers cannot train with uneven inputs, because each update reduces amaxes over all"
+            " processes. Give all processes as many batches (`drop_last=True`), or use a recipe that reduces nothing:"
+            " `DelayedScaling(reduce_amax=False)`."
+        )

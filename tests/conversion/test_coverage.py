@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from lightning_fp8 import Fp8Precision, convert, describe, fall_back
-from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.conversion.rows import coverage
 from lightning_fp8.plugins.fp8 import _say_once
 
 

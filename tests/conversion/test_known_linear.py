@@ -21,7 +21,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from lightning_fp8 import convert, describe, register_linear
 from lightning_fp8.conversion import linear_layers
-from lightning_fp8.conversion.known_linear import KNOWN
+from lightning_fp8.conversion.linear_layers import KNOWN
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.known_source import digest_of
 

@@ -25,8 +25,8 @@ from lightning_fp8 import (
     scaling_state,
     unconvert,
 )
-from lightning_fp8.conversion.coverage import coverage
 from lightning_fp8.conversion.plan import conversion_plan
+from lightning_fp8.conversion.rows import coverage
 from lightning_fp8.modules.base import Fp8Module
 
 CONVERTED = ORDERS[:2]
