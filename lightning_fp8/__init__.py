@@ -11,12 +11,11 @@ import torch
 import lightning_fp8.runtime.torch_version  # noqa: F401, first, as the others fail with an older torch
 from lightning_fp8.callbacks import (
     DtypeAudit,
+    Fp8Monitor,
     Fp8ThroughputMonitor,
     PrecisionSchedule,
-    QuantizationProbe,
     RunRecord,
     ScaleFactorLogger,
-    ScaleWatchdog,
 )
 from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8.conversion.linear_layers import register_linear
@@ -42,14 +41,13 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "DtypeAudit",
+    "Fp8Monitor",
     "Fp8Precision",
     "Fp8ThroughputMonitor",
     "MXScaling",
     "PrecisionSchedule",
-    "QuantizationProbe",
     "RunRecord",
     "ScaleFactorLogger",
-    "ScaleWatchdog",
     "audit",
     "convert",
     "describe",

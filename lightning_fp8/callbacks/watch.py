@@ -1,103 +1,86 @@
-"""Finds tensors with problems: stale scales, numbers lost in casts, steps with inf or NaN, outliers."""
+"""Follows the tensors of a scaling state from update to update, and measures them at checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
-from lightning_fp8.scaling.statistics import cast_counts
+from lightning_fp8.scaling.statistics import cast_counts, cast_noise
 
-CONDITIONS = ("stale", "nonfinite", "saturated", "underflowed", "kurtosis", "outliers")
-# One number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a limit.
-MIN_LOST = 10
-# which of the counts of casts are lost numbers, and of how many
-_LOST = {"saturated": (1, 0), "underflowed": (3, 2)}
+# a scale and its inverse are rounded, so a value may be above the range by this much without being clipped
+_ROUNDING = 1 + 2**-16
+# what an update counts, and how it goes on when rows are arranged anew
+_PER_ROW = ("_updates", "_nonfinite_in_a_row", "_most_in_a_row", "_beyond", "_overshoot")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The limits; None disables one.
+class Measured(NamedTuple):
+    """What a check measured, over all processes, on the host. ``[R]`` each, unless it says otherwise.
 
     Attributes:
-        stale_steps: steps without an update of an active tensor's scale.
-        nonfinite_steps: optimizer steps in a row at which a tensor held inf or NaN.
-        saturated_above: share of clipped numbers; fewer than ``MIN_LOST`` of them are never too much.
-        underflowed_above: share of the nonzero numbers that became zero; with the same exception.
-        checks_in_a_row: number of consecutive checks at which a share, or one of the next two, has to be above its
-            limit.
-        kurtosis_above: kurtosis of an input.
-        outliers_above: share of outliers in the input behind a SwiGLU.
+        updates: how many updates there were since the check before.
+        updated: of these, at how many the tensor had a finite amax above 0, int64.
+        nonfinite: the most steps in a row at which it held inf or NaN, int64.
+        active: whether it is in use: its layer's weight got a gradient, another tensor of its layer was updated, or it
+            records amaxes that no update uses.
+        with_gradient: whether the weight of its layer got a gradient that is not zero.
+        beyond: at how many of these updates its amax was beyond the range of its scale, int64.
+        overshoot: the largest amax relative to the range of its scale.
+        numbers: numbers that casts of this step took, int64.
+        saturated: of these, those that were clipped, int64.
+        nonzero: those that were not zero, int64.
+        underflowed: of the latter, those that became zero, int64.
+        sqnr: signal to noise of its casts, in dB, float64; NaN where nothing was cast.
+        amax: the newest, float64.
+        scale: float64.
+        headroom: ``log2(FP8_MAX / (amax * scale))``, in bits, float64; NaN where there is no amax.
     """
 
-    stale_steps: int | None
-    nonfinite_steps: int | None
-    saturated_above: float | None
-    underflowed_above: float | None
-    checks_in_a_row: int
-    kurtosis_above: float | None = None
-    outliers_above: float | None = None
-
-
-@dataclass
-class Findings:
-    """What a check found, by condition (``CONDITIONS``) and by the row of the tensor.
-
-    Attributes:
-        tensors: by condition and row, the number of steps or the share that is above its limit.
-        lost: for shares, by condition and row: how many numbers were lost, and of how many.
-        active: how many modules have run.
-        any_update: whether any scale has been updated since the check before.
-    """
-
-    tensors: dict[str, dict[int, float]] = field(default_factory=lambda: {condition: {} for condition in CONDITIONS})
-    lost: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    active: int = 0
-    any_update: bool = False
-
-    def keep(self, rows: set[int]) -> None:
-        """Drop the tensors of all other rows."""
-        self.tensors = {
-            condition: {row: number for row, number in numbers.items() if row in rows}
-            for condition, numbers in self.tensors.items()
-        }
+    updates: int
+    updated: Tensor
+    nonfinite: Tensor
+    active: Tensor
+    with_gradient: Tensor
+    beyond: Tensor
+    overshoot: Tensor
+    numbers: Tensor
+    saturated: Tensor
+    nonzero: Tensor
+    underflowed: Tensor
+    sqnr: Tensor
+    amax: Tensor
+    scale: Tensor
+    headroom: Tensor
 
 
 class Watch:
-    """Follows the updates of a scaling state, and compares its counts with limits.
+    """Follows the updates of a scaling state. Between checks nothing waits for the device.
 
-    A weight is scaled by its current values, so its only possible problem is inf or NaN.
-
-    The amax alone does not show whether a tensor is active, because a lost amax is one of the faults to find. A tensor
-    is active if its layer's weight got a gradient, if another tensor of its layer was updated (input and weight only),
-    or if it recorded an amax while there was no update at all.
+    The amax alone does not show whether a tensor is in use, because a lost amax is one of the faults to find.
     """
 
-    def __init__(self, state: ScalingState, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, state: ScalingState) -> None:
         self._begin(state)
         state.model.before_update.append(self._see_update)
 
     def _begin(self, state: ScalingState) -> None:
-        self.state, self._names, self._generation = state, state.names, state.model.generation
+        self.state, self.names, self._generation = state, state.names, state.model.generation
         count = len(state.names)
         with torch.inference_mode(False):
             self._updates = torch.zeros(count, dtype=torch.int64, device=state.device)
             self._nonfinite_in_a_row = torch.zeros_like(self._updates)
             self._most_in_a_row = torch.zeros_like(self._updates)
+            self._beyond = torch.zeros_like(self._updates)
+            self._overshoot = torch.zeros(count, dtype=torch.float32, device=state.device)
             self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
-        self._is_delayed = torch.arange(count, device="cpu") < state.delayed
-        roles = [role != "grad_output" for role in LAYOUT]
-        self._is_of_forward = torch.tensor(roles, device="cpu").repeat_interleave(len(state.module_names))
         self._seen = state.updates
-        self._last_update = torch.zeros(count, dtype=torch.int64, device="cpu")
-        self._above = {name: torch.zeros_like(self._last_update) for name in (*_LOST, "kurtosis", "outliers")}
 
     @torch.no_grad()
     def follow(self, state: ScalingState) -> None:
@@ -107,20 +90,41 @@ class Watch:
         if state is not self.state:
             self.close()
             state.model.before_update.append(self._see_update)
-        before = {name: row for row, name in enumerate(self._names)}
-        per_tensor = self._updates, self._nonfinite_in_a_row, self._most_in_a_row, self._last_update
-        above = self._above
+        before = {name: row for row, name in enumerate(self.names)}
+        former = {name: getattr(self, name) for name in _PER_ROW}
         self._begin(state)
-        pairs = [(row, before[name]) for row, name in enumerate(state.names) if name in before]
-        rows, former = ([pair[side] for pair in pairs] for side in (0, 1))
-        new = self._updates, self._nonfinite_in_a_row, self._most_in_a_row, self._last_update
-        for values, old in (*zip(new, per_tensor, strict=True), *((self._above[name], above[name]) for name in above)):
-            values[rows] = old[former].to(values.device)
+        self._take(before, former)
+
+    def _take(self, before: dict[str, int], former: dict[str, Tensor]) -> None:
+        """Take over what tensors of these names had."""
+        pairs = [(row, before[name]) for row, name in enumerate(self.names) if name in before]
+        rows, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
+        for name, values in former.items():
+            own = getattr(self, name)
+            own[rows] = values[theirs].to(own)
 
     def close(self) -> None:
         """Stop following the updates."""
         if self._see_update in self.state.model.before_update:
             self.state.model.before_update.remove(self._see_update)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on exactly, on the CPU."""
+        per_row = {name: getattr(self, name).to("cpu", copy=True) for name in _PER_ROW}
+        return {
+            "names": list(self.names),
+            **per_row,
+            "with_gradient": self._with_gradient.to("cpu", copy=True),
+            "unseen_updates": self.state.updates - self._seen,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; tensors of other names begin."""
+        self._take({name: row for row, name in enumerate(state_dict["names"])}, {n: state_dict[n] for n in _PER_ROW})
+        if list(self.names) == state_dict["names"]:
+            self._with_gradient.copy_(state_dict["with_gradient"])
+        self._seen = self.state.updates - state_dict["unseen_updates"]
 
     @torch.no_grad()
     def _see_update(self, amax: Tensor) -> None:
@@ -132,97 +136,87 @@ class Watch:
         # a tensor that did not run, with amax 0, neither ends its streak nor adds to it
         self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~is_finite) * ~updated
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._nonfinite_in_a_row)
+        state, delayed = self.state, slice(self.state.delayed)
+        if not state.recipe.scaling("input").reads_history:
+            return
+        beyond = amax[delayed] * state.scale[delayed] / state.fp8_max[delayed]
+        beyond = torch.where(updated[delayed] & (state.amax_history[0] > 0), beyond, 0.0)
+        if state.model.current_rows is not None:
+            # their scales are shown, not used
+            beyond = beyond.index_fill(0, state.model.current_rows, 0.0)
+        self._beyond[delayed] += beyond > _ROUNDING
+        self._overshoot[delayed] = torch.maximum(self._overshoot[delayed], beyond)
 
     @torch.no_grad()
     def on_gradients(self, model: nn.Module) -> None:
-        """Note which layers have a gradient; to be called before the optimizer step."""
+        """Note which layers have a gradient; to be called before gradients are set to zero."""
         self.follow(self.state)
         layers = (layer for layer in model.modules() if isinstance(layer, Fp8Module))
         gemms = (gemm for layer in layers for gemm in layer.fp8.values() if gemm.state is self.state)
         gradients = {gemm.module: _gradient(gemm) for gemm in gemms}
         nothing = torch.zeros((), dtype=torch.bool, device=self.state.device)
         # a gradient set to zero instead of None belongs to a layer that did not run
-        modules = range(len(self.state.module_names))
-        flags = [_any(gradients.get(module), nothing) for module in modules]
+        flags = [_any(gradients.get(module), nothing) for module in range(len(self.state.module_names))]
         self._with_gradient |= torch.stack(flags)
 
     @torch.no_grad()
-    def check(
-        self, step: int, sum_over_processes: Callable[[Tensor], Tensor], inputs: Tensor | None = None
-    ) -> Findings:
-        """Find the tensors that have problems now.
+    def check(self, reduce: Callable[[Tensor, str], Tensor]) -> Measured:
+        """What has happened since the check before. It takes one copy from the device, which waits for it.
 
         Args:
-            step: number of steps so far, in the unit of ``stale_steps``.
-            sum_over_processes: sums a tensor over all processes, all of which have to check at the same time.
-            inputs: kurtosis and share of outliers of all processes together, ``[2, R] float64`` on the device, NaN
-                where there is none.
+            reduce: the ``"sum"`` or ``"max"`` over all processes, all of which have to check at the same time.
         """
-        state, most, limit = self.state, self._most_in_a_row, self.limits.nonfinite_steps or 0
+        state, roles = self.state, len(LAYOUT)
         # while gradients are accumulated an amax may wait for its update
         waiting = (state.fill_sharers(state.amax.data) != 0) & (self._seen == state.updates)
-        # where scales are not reduced, each process may see different steps
-        seen = (self._updates > 0, waiting, self._with_gradient.repeat(len(LAYOUT)), most >= limit, most > 0)
-        summed = sum_over_processes(torch.cat([cast_counts(state).t(), torch.stack(seen)]))
-        if inputs is None:
-            inputs = torch.full((2, len(state.names)), torch.nan, dtype=torch.float64, device=state.device)
-        # the one copy to the host, which waits for it; float64 holds the counts
-        *counts, most_in_a_row, kurtosis, outliers = torch.cat([summed.double(), most[None].double(), inputs]).cpu()
-        updated, waiting, with_gradient, in_a_row, nonfinite = (count > 0 for count in counts[4:])
-        updated, in_fp8 = updated & self._is_delayed, state.rows_in_fp8
-        of_layers = updated.view(len(LAYOUT), -1).any(0).repeat(len(LAYOUT)) & self._is_of_forward
-        active = of_layers | with_gradient | (waiting & self._is_delayed)
-        self._start_anew()
-        self._last_update[updated] = step
-
-        findings = Findings(active=int(active.view(len(LAYOUT), -1).any(0).sum()), any_update=bool(updated.any()))
-        if self.limits.stale_steps is not None:
-            age = step - self._last_update
-            # a scale that inf or NaN keeps unchanged is reported as `nonfinite`
-            # a scale that is not used is not stale
-            of_modules = [layer.is_current for layer in self.state.precisions]
-            is_current = torch.tensor(of_modules, device="cpu").repeat(len(LAYOUT))
-            is_used = active & in_fp8 & self._is_delayed & ~is_current
-            stale = is_used & ~nonfinite & (age >= self.limits.stale_steps)
-            findings.tensors["stale"] = _numbers(stale, age)
-        if self.limits.nonfinite_steps is not None:
-            findings.tensors["nonfinite"] = _numbers(in_a_row & in_fp8, most_in_a_row.clamp(min=limit))
-        for name, values in (("kurtosis", kurtosis), ("outliers", outliers)):
-            above = getattr(self.limits, f"{name}_above")
-            if above is not None:
-                findings.tensors[name] = self._lasting(name, values > above, ~values.isnan() & in_fp8, values)
-        for name in _LOST:
-            share = getattr(self.limits, f"{name}_above")
-            if share is not None:
-                # counts from before a layer fell back say nothing about the run
-                lost, of = (counts[number] * in_fp8 for number in _LOST[name])
-                shares = lost / of.clamp(min=1)
-                is_above = (shares > share) & (lost >= MIN_LOST)
-                findings.tensors[name] = self._lasting(name, is_above, of > 0, shares)
-                findings.lost[name] = {row: (int(lost[row]), int(of[row])) for row in findings.tensors[name]}
-        return findings
-
-    def forgive(self, modules: Iterable[int]) -> None:
-        """Restart the counts of checks in a row for these modules' tensors: their scaling has been changed."""
-        for above in self._above.values():
-            above.view(len(LAYOUT), -1)[:, list(modules)] = 0
-
-    def _start_anew(self) -> None:
-        self._seen = self.state.updates
-        self._updates.zero_()
-        self._with_gradient.zero_()
+        by_layer = self._with_gradient.repeat(roles)
+        sums = [*cast_counts(state).unbind(1), *cast_noise(state).unbind(1), waiting, by_layer]
+        most = [self._updates, self._most_in_a_row, self._beyond, self._overshoot]
+        # where scales are not reduced, each process may see different steps; float64 holds the counts
+        summed = reduce(torch.stack([column.double() for column in sums]), "sum")
+        largest = reduce(torch.stack([column.double() for column in most]), "max")
+        newest = torch.cat([state.amax_history[0], state.amax[state.delayed :]])
+        own = torch.stack([column.double() for column in (newest, state.scale, state.fp8_max)])
+        copied = torch.cat([summed, largest, own]).cpu()
+        numbers, saturated, nonzero, underflowed, signal, noise, waits, grads, *rest = copied
+        updated, nonfinite, beyond, overshoot, amax, scale, fp8_max = rest
+        is_delayed = torch.arange(len(state.names), device="cpu") < state.delayed
+        was_updated = (updated > 0) & is_delayed
+        # a layer is in use if its input was updated; of its gradient that says nothing
+        forward = torch.tensor([role != "grad_output" for role in LAYOUT], device="cpu")
+        of_layers = was_updated.view(roles, -1).any(0).repeat(roles) & forward.repeat_interleave(
+            len(state.module_names)
+        )
+        measured = Measured(
+            updates=state.updates - self._seen,
+            updated=updated.long(),
+            nonfinite=nonfinite.long(),
+            active=of_layers | (grads > 0) | ((waits > 0) & is_delayed),
+            with_gradient=grads > 0,
+            beyond=beyond.long(),
+            overshoot=overshoot,
+            numbers=numbers.long(),
+            saturated=saturated.long(),
+            nonzero=nonzero.long(),
+            underflowed=underflowed.long(),
+            sqnr=10 * torch.log10(signal / noise),
+            amax=amax,
+            scale=scale,
+            headroom=(fp8_max / (amax * scale)).log2().where((amax > 0) & is_delayed, float("nan")),
+        )
+        self._seen = state.updates
+        for counter in (self._updates, self._beyond, self._overshoot, self._with_gradient):
+            counter.zero_()
         # a streak may continue
         self._most_in_a_row = self._nonfinite_in_a_row.clone()
-
-    def _lasting(self, name: str, is_above: Tensor, was_seen: Tensor, values: Tensor) -> dict[int, float]:
-        # a check at which the tensor was not cast, or not seen, changes nothing
-        self._above[name] = torch.where(was_seen, (self._above[name] + 1) * is_above, self._above[name])
-        return _numbers((self._above[name] >= self.limits.checks_in_a_row) & was_seen, values)
+        return measured
 
 
-def _numbers(chosen: Tensor, values: Tensor) -> dict[int, float]:
-    rows = chosen.nonzero().flatten().tolist()
-    return dict(zip(rows, values[chosen].tolist(), strict=True))
+def over_processes(tensor: Tensor, op: str) -> Tensor:
+    """The ``"sum"`` or ``"max"`` of a tensor over the processes of a distributed run; the tensor itself in any other."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+    return tensor
 
 
 def _gradient(gemm: Gemm) -> Tensor | None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lightning_fp8.scalings.operand import Slot
 
 _CHUNK_ELEMENTS = 1 << 18
+# about so many rows of a tensor are compared with their cast
+SAMPLED_ROWS = 64
 
 
 class CastCounts:
@@ -25,15 +27,18 @@ class CastCounts:
     Attributes:
         values: ``[R, 4] int64`` while counting, else None: how many elements were not NaN, saturated, not zero, and not
             zero but cast to zero, over all recording casts since :meth:`start`.
+        noise: ``[R, 2] float64`` while counting, else None: of a sample of rows of these casts, ``sum(x^2)`` and
+            ``sum((x_fp8 - x)^2)``.
         exponents: ``[R, 2] float32`` while counting, else None: minus the smallest and the largest log2 of the
             ``scale_inv`` of these casts' blocks, -inf where there is none: both are maxima.
     """
 
     values: Tensor | None
+    noise: Tensor | None
     exponents: Tensor | None
 
     def __init__(self, tensors: int, device: torch.device) -> None:
-        self.values = self.exponents = None
+        self.values = self.noise = self.exponents = None
         self._tensors = tensors
         self._device = device
         self._requesters: set[int] = set()
@@ -51,13 +56,14 @@ class CastCounts:
     def _begin(self) -> None:
         with torch.inference_mode(False):
             self.values = torch.zeros(self._tensors, 4, dtype=torch.int64, device=self._device)
+            self.noise = torch.zeros(self._tensors, 2, dtype=torch.float64, device=self._device)
             self.exponents = torch.full((self._tensors, 2), float("-inf"), device=self._device)
 
     def stop(self, requester: object) -> None:
         """See :meth:`start`."""
         self._requesters.discard(id(requester))
         if not self._requesters:
-            self.values = self.exponents = None
+            self.values = self.noise = self.exponents = None
 
     def resize(self, tensors: int) -> None:
         """The state has this many tensors now; what has been counted is dropped."""
@@ -69,6 +75,7 @@ class CastCounts:
         """Move to ``device``."""
         self._device = device
         self.values = None if self.values is None else self.values.to(device)
+        self.noise = None if self.noise is None else self.noise.to(device)
         self.exponents = None if self.exponents is None else self.exponents.to(device)
 
 
@@ -99,6 +106,22 @@ def count(x: Tensor, scale: Tensor, slot: Slot, fmt: Fp8Format) -> None:
     rows = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, len(x))
     for part, scale_of_part in zip(x.split(rows), scale.expand(x.shape).split(rows), strict=True):
         counts.index_add_(0, slot.index, _counted(part, scale_of_part, fmt)[None])
+
+
+def sample_of(rows: int) -> slice:
+    """Some of the rows, evenly spread."""
+    return slice(None, None, max(1, rows // SAMPLED_ROWS))
+
+
+def note_noise(x: Tensor, of_codes: Tensor, slot: Slot) -> None:
+    """Add what rows of a tensor lose in its cast: x ``[S, K]``, and what its codes stand for, ``[S, K'] float32``."""
+    state = slot.live_state
+    noise = None if state is None else state.model.counts.noise
+    if noise is None or not x.numel():
+        return
+    exact = x.double()
+    lost = of_codes[:, : x.shape[1]].double() - exact
+    noise.index_add_(0, slot.index, torch.stack([exact.square().sum(), lost.square().sum()])[None])
 
 
 def note_exponents(scale_inv: Tensor, slot: Slot) -> None:

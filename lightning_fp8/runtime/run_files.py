@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-# written by `RunRecord` and `DtypeAudit`
+# written by `RunRecord`, `DtypeAudit` and `Fp8Monitor`
 RUN_FILE = "fp8_run.json"
 DTYPES_FILE = "fp8_dtypes.json"
+HEALTH_FILE = "fp8_health.json"
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -78,6 +78,14 @@ def cast_counts(state: ScalingState) -> Tensor:
     return state.fill_sharers(counts)
 
 
+def cast_noise(state: ScalingState) -> Tensor:
+    """The values of ``state.cast_counts.noise``, ``[R, 2] float64``, zeros if counting is off; as :func:`cast_counts`."""
+    noise = state.cast_counts.noise
+    if noise is None:
+        return torch.zeros(len(state.names), 2, dtype=torch.float64, device=state.device)
+    return state.fill_sharers(noise)
+
+
 def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
     """``log2(FP8_MAX / (amax * scale))``, ``[R]`` like each argument; NaN where there is no amax yet."""
     return (fp8_max / (amax * scale)).log2().where(amax > 0, float("nan"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_fp8.ops import arithmetic
 from lightning_fp8.ops.amaxes import BLOCK, max_abs
-from lightning_fp8.ops.counting import count, note_exponents
+from lightning_fp8.ops.counting import count, note_exponents, note_noise, sample_of
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.library import on_gpu
@@ -381,6 +381,10 @@ class Scaling(ABC):
                 continue
             if not number:
                 self.count(values, operand, slot)
+                sample = sample_of(len(values))
+                scales = self.spread(operand.scale_inv, operand.codes).expand(operand.codes.shape)
+                of_codes = arithmetic.values(operand.codes[sample], self.fp8) * scales[sample]
+                note_noise(values[sample], of_codes, slot)
             if self.has_blocks:
                 note_exponents(self.exponents(operand), slot)
 

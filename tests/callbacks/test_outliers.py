@@ -11,13 +11,13 @@ import pytest
 import torch
 from feed_forward_blocks import BLOCKS, llama
 from lightning.pytorch.loggers import CSVLogger
+from lightning_fp8.callbacks.input_statistics import InputStatistics
 from lit import Regression, loader, make_trainer, seeded, warned
 from logged_runs import rows_of
 from torch import Tensor, nn
 from watched_models import NEVER
 
 from lightning_fp8 import QuantizationProbe, ScaleWatchdog, convert, scaling_state
-from lightning_fp8.callbacks.input_statistics import InputStatistics
 from lightning_fp8.conversion.plan import converted
 from lightning_fp8.modules.fused_blocks import behind_swiglu
 

@@ -1,0 +1,342 @@
+"""What makes an FP8 run healthy: thresholds, findings, and the verdict on a run. Plain values; nothing here measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from lightning_fp8.runtime.did_you_mean import did_you_mean
+
+Status = Literal["healthy", "look at", "unhealthy", "not FP8"]
+# findings that the one-line verdict and the report show
+MOST_SHOWN = 5
+
+
+class Condition(NamedTuple):
+    """What can be found.
+
+    Attributes:
+        threshold: from where on it is found; see ``unit``.
+        unit: of the threshold.
+        status: of a run in which it holds now: ``"unhealthy"`` or ``"look at"``; ``"not FP8"`` if FP8 is not the cause.
+        what: what is measured, for people; ``{}`` is the measured value.
+        meaning: what that means.
+        remedy: what to do; ``{layer}`` is the layer, ``{margin}`` and ``{window}`` what its recipe has.
+        source: where the threshold is from.
+    """
+
+    threshold: float
+    unit: str
+    status: Status
+    what: str
+    meaning: str
+    remedy: str
+    source: str
+
+
+CONDITIONS: dict[str, Condition] = {
+    "nonfinite": Condition(
+        1,
+        "steps in a row",
+        "not FP8",
+        "inf or NaN, at most {:.0f} steps in a row",
+        "The values came in so: a cast makes no finite number inf or NaN. It clips inf, so the loss may look right.",
+        'Look at the batch of that step, then at the learning rate: `Trainer(detect_anomaly=True, precision="bf16-mixed")`',
+        "a healthy run has none",
+    ),
+    "stale": Condition(
+        100,
+        "steps",
+        "unhealthy",
+        "the scale has not changed for {:.0f} steps, although the tensor is in use",
+        "The layer is in eval mode while it trains, or the loop steps its optimizer without updating scales.",
+        "`model.train()`, or `lightning_fp8.scaling_state(model).update()` after each step of a loop of your own",
+        "six windows of the default recipe",
+    ),
+    "saturated": Condition(
+        0.01,
+        "share of the numbers",
+        "unhealthy",
+        "{:.2%} of the numbers clipped",
+        "The tensor is larger than its scale allows.",
+        '`DelayedScaling(margin={margin})`, or the scale of the values themselves: `Fp8Monitor(action="current")`',
+        "healthy runs in docs/results stay below 0.1%",
+    ),
+    "underflowed": Condition(
+        0.1,
+        "share of the nonzero numbers",
+        "unhealthy",
+        "{:.1%} of the nonzero numbers became 0",
+        "Few large numbers take the range of the format; the others vanish.",
+        '`Fp8Precision(overrides={{"{layer}": "bf16"}})`, or a scale for each block: `precision="fp8-block"`',
+        "healthy runs in docs/results stay below 1%",
+    ),
+    "imprecise": Condition(
+        16.0,
+        "dB",
+        "unhealthy",
+        "signal to noise of {:.1f} dB",
+        "The cast keeps less than three bits of the tensor.",
+        '`Fp8Precision(overrides={{"{layer}": "bf16"}})`',
+        "normally distributed numbers have 31 dB in E4M3 and 25 dB in E5M2; 6 dB are one bit",
+    ),
+    "product": Condition(
+        16.0,
+        "dB",
+        "unhealthy",
+        "signal to noise of the output of {:.1f} dB, against the same product in bf16",
+        "Large terms of the product cancel, so the errors of its operands are large beside what is left.",
+        '`Fp8Precision(overrides={{"{layer}": "bf16"}})`',
+        "normally distributed operands have 28 dB in E4M3; 6 dB are one bit",
+    ),
+    "growing": Condition(
+        0.3,
+        "share of the steps",
+        "unhealthy",
+        "above the range of its scale in {:.0%} of the steps",
+        "The tensor grows faster than the window of amaxes follows.",
+        '`DelayedScaling(margin={margin})`, or the scale of the values themselves: `Fp8Monitor(action="current")`',
+        "by chance 1 in 17 steps at the default window of 16",
+    ),
+    "window": Condition(
+        0.3,
+        "share of the steps",
+        "look at",
+        "above the range of its scale in {:.0%} of the steps",
+        "The window of {window} steps is too short to know the range of the tensor.",
+        "`DelayedScaling(amax_history_len=16)`",
+        "by chance 1 in 2 steps at a window of 1, 1 in 17 at 16",
+    ),
+    "bursts": Condition(
+        4.0,
+        "times the range",
+        "look at",
+        "up to {:.3g} times the range of its scale",
+        "Single steps have far larger values than the window; these are clipped.",
+        '`precision="fp8-current"`, or for the layers in trouble `Fp8Monitor(action="current")`',
+        "two bits; the largest of 150 steps of docs/results is below one",
+    ),
+    "margin": Condition(
+        6.0,
+        "bits",
+        "look at",
+        "{:.1f} bits of the format unused",
+        "The scale leaves room above the largest value, which small numbers then lack.",
+        'a smaller `margin`: `DelayedScaling(margin=0)`; if single steps have far larger values, `precision="fp8-current"`',
+        "E4M3 has 17.8 bits from its smallest to its largest number, and needs about 12 for normal values",
+    ),
+    "limit": Condition(
+        120.0,
+        "log2 of the scale",
+        "unhealthy",
+        "the scale is 2^{:.0f}, close to the limits of float32",
+        "The tensor is all but zero, or all but infinite.",
+        "multiply the loss, such as `loss * 2**10`, and look at the initialisation of the layer",
+        "float32 ends at 2^127",
+    ),
+    "tiny": Condition(
+        -40.0,
+        "log2 of the amax",
+        "look at",
+        "the largest gradient is 2^{:.0f}",
+        "FP8 scales it as any other. Optimizers do not: their `eps` is 2^-27.",
+        "multiply the loss, such as `loss * 2**20`",
+        "Adam's default eps, 1e-8, squared is 2^-53",
+    ),
+    "dead": Condition(
+        3,
+        "checks in a row",
+        "look at",
+        "only zeros at {:.0f} checks in a row",
+        "The layer does not learn: what it takes in, or the gradient of its output, is zero.",
+        "look at the activation and the initialisation around the layer; FP8 is not the cause if nothing underflows",
+        "a healthy layer has gradients at each step",
+    ),
+    "unused": Condition(
+        3,
+        "checks in a row",
+        "look at",
+        "has not run at {:.0f} checks in a row",
+        "The layer is converted, and nothing calls it in training.",
+        '`Fp8Precision(ignore_modules=["{layer}"])` if that is what you want',
+        "",
+    ),
+    "diverges": Condition(
+        0.5,
+        "share of what it had fallen",
+        "not FP8",
+        "the loss rose again by {:.0%} of what it had fallen",
+        "No cast lost more than usual before: FP8 is not the cause.",
+        'a lower learning rate; to be sure, the same in `precision="bf16-mixed"`: `python -m lightning_fp8 compare`',
+        "",
+    ),
+    "spikes": Condition(
+        0.5,
+        "share of what it had fallen",
+        "not FP8",
+        "single steps with a loss higher by {:.0%} of what it had fallen",
+        "No cast lost more than usual in these steps: FP8 is not the cause.",
+        "look at the batches of these steps",
+        "",
+    ),
+}
+# found at this many checks in a row, where the threshold is a share or a ratio at one check
+CHECKS_IN_A_ROW = 3
+# conditions whose values are found below their threshold
+LOW = ("imprecise", "product", "tiny")
+# what current scaling may end, and what bf16 may
+OF_THE_SCALE = ("stale", "saturated", "underflowed", "growing", "window", "bursts", "margin")
+OF_THE_CAST = ("nonfinite", *OF_THE_SCALE, "imprecise", "product", "limit")
+
+
+def checked_thresholds(changed: Mapping[str, float | None] | None) -> dict[str, float]:
+    """The thresholds by condition: the defaults, with some changed; a condition with None is not looked for.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for a name that is no condition, or a value that is no finite number.
+    """
+    thresholds: dict[str, float | None] = {name: condition.threshold for name, condition in CONDITIONS.items()}
+    if not isinstance(changed, Mapping | None):
+        raise TypeError(f"Fp8Monitor: `thresholds` must map names to numbers, got {changed!r}.")
+    for name, value in (changed or {}).items():
+        if name not in CONDITIONS:
+            raise ValueError(
+                f"Fp8Monitor: `thresholds` has {name!r}; there are {', '.join(CONDITIONS)}."
+                f"{did_you_mean(str(name), tuple(CONDITIONS))}"
+            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        if value is not None and not is_number:
+            raise ValueError(f"Fp8Monitor: the threshold of {name!r} must be a finite number or None, got {value!r}.")
+        thresholds[name] = value
+    return {name: value for name, value in thresholds.items() if value is not None}
+
+
+@dataclass
+class Finding:
+    """One thing to look at.
+
+    Attributes:
+        condition: its name in :data:`CONDITIONS`.
+        where: the tensor, the layer, or empty for the run.
+        since: the step of the check that found it first.
+        last: the step of the newest check at which it held.
+        value: the worst measured value, in the unit of the condition.
+        remedy: what to do.
+        holds: whether it held at the newest check.
+    """
+
+    condition: str
+    where: str
+    since: int
+    last: int
+    value: float
+    remedy: str
+    holds: bool = True
+
+    @property
+    def what(self) -> str:
+        """What was measured."""
+        return CONDITIONS[self.condition].what.format(self.value)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an FP8 run is healthy; ``str()`` begins with the answer, ``as_dict()`` holds all of it.
+
+    Attributes:
+        findings: what was found, the worst first; empty if the run is healthy.
+        layers: how many layers run in FP8.
+        steps: how many steps were seen.
+    """
+
+    findings: Sequence[Finding]
+    layers: int
+    steps: int
+
+    @property
+    def status(self) -> Status:
+        """``"healthy"``; ``"unhealthy"`` if casts lose too much now; ``"look at"`` for less, or what has passed;
+        ``"not FP8"`` if something is wrong with the run, and FP8 is not the cause."""
+        found = {(CONDITIONS[finding.condition].status, finding.holds) for finding in self.findings}
+        if ("unhealthy", True) in found:
+            return "unhealthy"
+        if any(status != "not FP8" for status, _ in found):
+            return "look at"
+        return "not FP8" if found else "healthy"
+
+    @property
+    def groups(self) -> list[tuple[Finding, list[str]]]:
+        """The findings of one condition together: the worst of them, and all the places."""
+        groups: dict[str, list[Finding]] = {}
+        for finding in self.findings:
+            groups.setdefault(finding.condition, []).append(finding)
+        return [(found[0], [finding.where for finding in found]) for found in groups.values()]
+
+    def __str__(self) -> str:
+        size = f"{self.layers} layers, {self.steps:,} steps"
+        if self.status == "healthy":
+            return f"FP8: healthy ({size})"
+        groups = self.groups
+        number = f"{len(groups)} finding{'s' if len(groups) > 1 else ''}"
+        head = {
+            "look at": f"FP8: look at {number}",
+            "unhealthy": f"FP8: unhealthy, {number}",
+            "not FP8": f"FP8: not the cause of {number}",
+        }[self.status]
+        lines = [f"{head} ({size})"]
+        for worst, places in groups[:MOST_SHOWN]:
+            place = f"{_some(places)}: " if places[0] else ""
+            until = "" if worst.holds else f" to {worst.last:,}"
+            lines += [f"  {place}{worst.what} (from step {worst.since:,}{until})", f"    -> {worst.remedy}"]
+        if len(groups) > MOST_SHOWN:
+            lines.append(f"  and {len(groups) - MOST_SHOWN} more")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "status": self.status,
+            "text": str(self),
+            "layers": self.layers,
+            "steps": self.steps,
+            "findings": [
+                {
+                    **asdict(finding),
+                    "what": finding.what,
+                    "meaning": CONDITIONS[finding.condition].meaning.format(**_FIELDS),
+                    "status": CONDITIONS[finding.condition].status,
+                }
+                for finding in self.findings
+            ],
+        }
+
+
+_FIELDS = {"window": "the recipe's number of"}
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """The worst first: those of FP8, what holds now, by condition, by how far it is from its threshold; inf and NaN in the
+    order in which tensors come in a forward, as they spread."""
+    ranks, names = ("unhealthy", "look at", "not FP8"), list(CONDITIONS)
+
+    def key(finding: Finding) -> tuple[Any, ...]:
+        condition = CONDITIONS[finding.condition]
+        worst = finding.value if finding.condition in LOW else -finding.value
+        # inf and NaN spread: the first tensors that had them come first
+        is_first = finding.condition == "nonfinite"
+        holds = finding.holds or is_first
+        return (
+            ranks.index(condition.status),
+            not holds,
+            names.index(finding.condition),
+            finding.since if is_first else worst,
+        )
+
+    return sorted(findings, key=key)
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,58 @@
+"""The products of converted layers, compared with the same products in bf16 on a sample of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fp8.metrics.sqnr import signal_and_noise
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.modules.linear import LinearForward
+
+# of the rows of the first call
+ROWS = 64
+
+
+class Products:
+    """Sums of signal and noise between :meth:`start` and :meth:`stop`, by module path: of the first call of each linear
+    layer, in training. No scale, gradient or random number changes by it."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._sums: dict[str, Tensor] = {}
+
+    def start(self, layers: Mapping[str, Fp8Module]) -> None:
+        """Measure the next call of each layer."""
+        self.stop()
+        for path, layer in layers.items():
+            if type(layer) in LinearForward.family and layer.fp8[""].precision.fprop_in_fp8:
+                self._hooks.append(layer.register_forward_hook(self._measuring(path), with_kwargs=True))
+
+    def stop(self) -> dict[str, Tensor]:
+        """``[2] float64`` by module path: ``sum(y^2)`` and ``sum((y_fp8 - y)^2)``."""
+        for hook in self._hooks:
+            hook.remove()
+        sums, self._hooks, self._sums = self._sums, [], {}
+        return sums
+
+    def _measuring(self, path: str) -> Callable[..., None]:
+        def measure(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            # not recomputation in backward, which repeats a forward
+            is_first = path not in self._sums and torch._C._current_graph_task_id() == -1
+            x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if is_first and layer.training and x is not None and isinstance(output, Tensor) and output.numel():
+                self._sums[path] = _signal_and_noise(layer, x, output)
+
+        return measure
+
+
+@torch.no_grad()
+def _signal_and_noise(layer: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+    rows, of_output = (tensor.detach().reshape(-1, tensor.shape[-1])[:ROWS] for tensor in (x, output))
+    with torch.autocast(output.device.type, torch.bfloat16):
+        exact = layer.plain_class.forward(layer, rows)  # type: ignore[operator, union-attr]
+    return torch.stack(signal_and_noise(of_output, exact))
