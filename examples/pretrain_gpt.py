@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import ScaleFactorLogger, ScaleWatchdog
+from lightning_fp8 import Fp8Monitor, ScaleFactorLogger
 
 
 class Block(nn.Module):
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     last = ModelCheckpoint(monitor="val_loss", save_last=True)
     callbacks: list[Callback] = [last, LearningRateMonitor()]
     if arguments.precision == "fp8-delayed":
-        callbacks += [ScaleFactorLogger(every_n_steps=10), ScaleWatchdog(every_n_steps=10)]
+        callbacks += [ScaleFactorLogger(every_n_steps=10), Fp8Monitor(every_n_steps=10)]
     trainer = pl.Trainer(
         precision=arguments.precision,
         accelerator=arguments.accelerator,

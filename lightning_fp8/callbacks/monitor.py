@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.callbacks.health import (
-    CHECKS_IN_A_ROW,
     CONDITIONS,
     LOW,
     OF_THE_CAST,
@@ -30,7 +29,6 @@ from lightning_fp8.callbacks.products import Products
 from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all, refuse_gather, run_folder
 from lightning_fp8.callbacks.watch import Measured, Watch, over_processes
 from lightning_fp8.conversion.convert import scaling_state
-from lightning_fp8.conversion.one_state import state_now
 from lightning_fp8.conversion.plan import converted
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.every_n_steps import check_count
@@ -44,6 +42,8 @@ Action = Literal["warn", "raise", "fallback", "current"]
 _MOVES = ("fallback", "current")
 # one number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a threshold
 _MIN_LOST = 10
+# nor do fewer steps than this
+_MIN_STEPS = 5
 Found = dict[tuple[str, str], float]
 
 
@@ -56,7 +56,7 @@ class Fp8Monitor(RunWatcher):
     and turn into zero, the signal-to-noise ratio of casts and of the layer's product on a sample of 64 rows, steps with
     inf or NaN, and how amaxes stand against the window and the limits of scales. It also sees layers that do not run,
     and a loss that spikes or diverges although casts are as before. The conditions, their thresholds and sources are in
-    docs/callbacks.md; shares and ratios count after three checks in a row.
+    docs/callbacks.md.
 
     A finding is reported once, when it is found, and again if it comes back. ``action`` says what else happens:
 
@@ -102,7 +102,8 @@ class Fp8Monitor(RunWatcher):
             ``accumulate_grad_batches``, so that they advance even where the Trainer sees no optimizer step.
         action: see above.
         cooldown: steps until a layer comes back; None: never.
-        thresholds: by condition, another threshold, or None not to look for it: ``{"saturated": 0.05, "unused": None}``.
+        thresholds: by condition, another one, or None not to look for it: ``{"saturated": 0.05, "unused": None}``.
+        checks_in_a_row: at so many checks in a row a share or a ratio must be beyond its threshold.
 
     Raises:
         ValueError: for another action, a number out of its range, a condition that does not exist, ``cooldown`` with an
@@ -117,6 +118,7 @@ class Fp8Monitor(RunWatcher):
         action: Action = "warn",
         cooldown: int | None = None,
         thresholds: Mapping[str, float | None] | None = None,
+        checks_in_a_row: int = 3,
     ) -> None:
         check_choice("Fp8Monitor: `action`", action, get_args(Action))
         super().__init__(every_n_steps)
@@ -124,10 +126,14 @@ class Fp8Monitor(RunWatcher):
             check_count("Fp8Monitor: `cooldown`", cooldown)
             if action not in _MOVES:
                 raise ValueError(f"Fp8Monitor: `cooldown` is for layers that were moved, and {action!r} moves none.")
+        check_count("Fp8Monitor: `checks_in_a_row`", checks_in_a_row)
+        self.checks_in_a_row = checks_in_a_row
         self.action = action
         self.cooldown = cooldown
         self.thresholds = checked_thresholds(thresholds)
         self._loaded: dict[str, Any] = {}
+        # of the run that has ended
+        self._saved: dict[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -140,13 +146,15 @@ class Fp8Monitor(RunWatcher):
         self._in_a_row: dict[tuple[str, str], int] = {}
         self._last_update: dict[str, int] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
+        # those that have been reported and still hold
+        self._said: set[tuple[str, str]] = set()
         # by layer that this callback has moved, the steps since its last move
         self._since_move: dict[str, int] = {}
 
     # A loop of one's own
 
     def check(self, model: nn.Module, loss: Tensor | float | None = None) -> None:
-        """To be called after each optimizer step of a loop without a Trainer, and after ``scaling_state(model).update``.
+        """To be called in a loop without a Trainer, once the optimizer and the scales have been updated.
 
         Every ``every_n_steps`` calls it measures, warns and acts. Call it before ``optimizer.zero_grad()``: a layer in
         eval mode is known by its gradients.
@@ -173,15 +181,17 @@ class Fp8Monitor(RunWatcher):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._watch is None:
-            return {}
+        return self._saved if self._watch is None else self._as_saved(self._watch)
+
+    def _as_saved(self, watch: Watch) -> dict[str, Any]:
         return {
-            "watch": self._watch.state_dict(),
+            "watch": watch.state_dict(),
             "loss": self._loss.state_dict(),
             "steps": self._steps,
             "in_a_row": [(*key, count) for key, count in self._in_a_row.items()],
             "last_update": dict(self._last_update),
             "findings": [vars(finding).copy() for finding in self._findings.values()],
+            "said": sorted(self._said),
             "since_move": dict(self._since_move),
         }
 
@@ -201,6 +211,7 @@ class Fp8Monitor(RunWatcher):
         self._last_update = dict(loaded["last_update"])
         findings = [Finding(**fields) for fields in loaded["findings"]]
         self._findings = {(finding.condition, finding.where): finding for finding in findings}
+        self._said = set(map(tuple, loaded["said"]))
         self._since_move = dict(loaded["since_move"])
 
     @override
@@ -279,6 +290,7 @@ class Fp8Monitor(RunWatcher):
     @override
     def _stop(self) -> None:
         if self._watch is not None:
+            self._saved = self._as_saved(self._watch)
             self._watch.state.cast_counts.stop(self)
             self._watch.close()
         self._products.stop()
@@ -339,7 +351,7 @@ class Fp8Monitor(RunWatcher):
             if condition not in limits or not was_seen:
                 return
             count = self._in_a_row[condition, name] = self._in_a_row.get((condition, name), 0) + 1 if holds else 0
-            if count >= CHECKS_IN_A_ROW:
+            if count >= self.checks_in_a_row:
                 found[condition, name] = value
 
         def above(condition: str, value: float) -> bool:
@@ -377,7 +389,8 @@ class Fp8Monitor(RunWatcher):
             if current or ("limit", name) in found:
                 continue
             kind = "window" if state.recipe.window < 4 or state.recipe.newest_only else "growing"
-            lasting(kind, name, above(kind, beyond[row]), True, beyond[row])
+            is_often = int(m.beyond[row]) >= _MIN_STEPS
+            lasting(kind, name, above(kind, beyond[row]) and is_often, True, beyond[row])
             lasting("bursts", name, above("bursts", float(m.overshoot[row])), True, float(m.overshoot[row]))
             headroom = float(m.headroom[row])
             lasting("margin", name, above("margin", headroom), headroom == headroom, headroom)
@@ -398,7 +411,9 @@ class Fp8Monitor(RunWatcher):
             its, grad = bool(updated[owner]), bool(updated[count + module])
             is_finite = not (nonfinite[owner] or nonfinite[count + module])
             ran = its or grad or bool(active[module]) or not is_finite
-            dead_input, dead_grad = grad and not its, its and not grad and module in trains
+            dead_input = grad and not its
+            # with a gradient of its weight, the gradient of its output was lost, not zero
+            dead_grad = its and not grad and module in trains and not measured.with_gradient[module]
             self._count(found, "unused", layer or "(root)", not ran)
             self._count(found, "dead", f"{layer}.input".lstrip("."), dead_input and is_finite)
             self._count(found, "dead", f"{layer}.grad_output".lstrip("."), dead_grad and is_finite)
@@ -422,11 +437,11 @@ class Fp8Monitor(RunWatcher):
 
     def _act(self, state: ScalingState, measured: Measured, found: Found) -> None:
         new = []
-        for finding in self._findings.values():
-            finding.holds = (finding.condition, finding.where) in found
+        for known in self._findings.values():
+            known.holds = (known.condition, known.where) in found
         for (condition, where), value in found.items():
             finding = self._findings.get((condition, where))
-            if finding is None or finding.last < self._steps - self.every_n_steps:
+            if (condition, where) not in self._said:
                 new.append((condition, where))
             if finding is None:
                 remedy = self._remedy(state, condition, where)
@@ -434,6 +449,7 @@ class Fp8Monitor(RunWatcher):
                 self._findings[condition, where] = finding
             finding.value = min(finding.value, value) if condition in LOW else max(finding.value, value)
             finding.last, finding.holds = self._steps, True
+        self._said = {*found}
         returned = self._return(state) if self.cooldown is not None else []
         moved = self._move(state, measured, new) if new and self.action in _MOVES else ""
         if returned:
@@ -451,7 +467,7 @@ class Fp8Monitor(RunWatcher):
 
     def _remedy(self, state: ScalingState, condition: str, where: str) -> str:
         layer = where if condition in ("product", "unused") else where.rpartition(".")[0]
-        fields = {"layer": layer, "margin": getattr(state.recipe, "margin", 0) + 1, "window": state.recipe.window}
+        fields = {"layer": layer, "margin": getattr(state.recipe, "margin", 0) + 1}
         if condition == "margin" and getattr(state.recipe, "margin", 0) < 1:
             return '`precision="fp8-current"`: single steps have far larger values than the others'
         return CONDITIONS[condition].remedy.format(**fields)
@@ -461,7 +477,8 @@ class Fp8Monitor(RunWatcher):
         rows = {name: row for row, name in enumerate(state.names)}
         places = {name or "(root)": module for module, name in enumerate(state.module_names)}
         active = int(measured.active.view(3, -1).any(0).sum())
-        to_current, to_bf16 = set(), set()
+        to_current: set[int] = set()
+        to_bf16: set[int] = set()
         for condition in OF_THE_CAST:
             wheres = [where for name, where in new if name == condition]
             modules = {
@@ -509,11 +526,12 @@ class Fp8Monitor(RunWatcher):
     def _begin_anew(self, layers: Iterable[str]) -> None:
         """Restart the counts of layers whose scaling has been changed."""
         moved = set(layers)
-        self._in_a_row = {
-            (condition, where): count
-            for (condition, where), count in self._in_a_row.items()
-            if where not in moved and where.rpartition(".")[0] not in moved
-        }
+
+        def stays(key: tuple[str, str]) -> bool:
+            return key[1] not in moved and key[1].rpartition(".")[0] not in moved
+
+        self._in_a_row = {key: count for key, count in self._in_a_row.items() if stays(key)}
+        self._said = set(filter(stays, self._said))
 
     # What is logged
 
@@ -560,8 +578,3 @@ def _ratios(sums: dict[str, Tensor], paths: Sequence[str], device: torch.device)
 @rank_zero_only
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=2)
-
-
-def state_of_run(model: nn.Module) -> ScalingState | None:
-    """The scaling state of a model now; None while it is not converted."""
-    return state_now(model)

@@ -32,7 +32,7 @@ class PrecisionSchedule(Callback):
       what it matches and everything inside; later patterns win, product by product. Other layers are as converted.
 
     So ``{0: "bf16", 500: "fp8"}`` is a warm-up in bf16. The precision follows from the step alone: checkpoints do not
-    hold it, and a run that is resumed with the same schedule goes on bit for bit. A layer that ``ScaleWatchdog`` or
+    hold it, and a run that is resumed with the same schedule goes on bit for bit. A layer that ``Fp8Monitor`` or
     ``fall_back`` has moved stays where it is under every value. After a switch the run is, bit for bit, one that is
     resumed from the checkpoint of that step with the new precision.
 

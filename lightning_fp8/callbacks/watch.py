@@ -213,7 +213,7 @@ class Watch:
 
 
 def over_processes(tensor: Tensor, op: str) -> Tensor:
-    """The ``"sum"`` or ``"max"`` of a tensor over the processes of a distributed run; the tensor itself in any other."""
+    """The ``"sum"`` or ``"max"`` of a tensor over the processes of a distributed run, in place."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
     return tensor

@@ -64,17 +64,6 @@ def fuse_feed_forward(modules: Iterable[nn.Module]) -> None:
             exchange_class(module, kind)
 
 
-def behind_swiglu(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """The linear layers whose input is ``silu(gate(x)) * up(x)``, in blocks of a known form."""
-    layers: set[nn.Module] = set()
-    for module in modules:
-        form = known_form(module, plain_class(module))
-        for block in [] if form is None else _blocks(module, form):
-            if (len(block.first) == 2 or block.packed) and activation_name(block.activation) == "silu":
-                layers.add(adapted_layer(block.second))
-    return layers
-
-
 def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """For each linear layer of a feed-forward block of a known form, whether it runs fused, and why not."""
     texts: dict[nn.Module, str] = {}

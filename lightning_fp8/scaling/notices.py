@@ -76,7 +76,7 @@ class Notices:
                 f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
                 " cast to FP8 makes inf the largest number (NaN stays NaN), so the loss may stay finite, and other"
                 " checks see nothing. The scales of such a step are left as they were. This warning is"
-                " given once; `lightning_fp8.ScaleWatchdog` follows it up, and `nonfinite_steps` of the scaling state"
+                " given once; `lightning_fp8.Fp8Monitor` follows it up, and `nonfinite_steps` of the scaling state"
                 " counts such steps."
             )
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from lightning_fp8.ops.formats import OPERAND_OF, PRODUCTS, Product, Role
 
-# the settings of the conversion; the schedule, by the step; what a checkpoint records: `fall_back` and `ScaleWatchdog`
+# the settings of the conversion; the schedule, by the step; what a checkpoint records: `fall_back` and `Fp8Monitor`
 Origin = Literal["settings", "schedule", "move"]
 
 
@@ -47,7 +47,7 @@ class LayerPrecision:
     """What the GEMMs of one module run in. Each forward reads it; :meth:`ScalingState.switch` alone changes it.
 
     A product is in bf16 if any origin has it there, so a schedule takes nothing out of bf16 that the settings or the
-    watchdog put there; the same for current scaling.
+    monitor put there; the same for current scaling.
 
     Attributes:
         in_fp8: whether any of the products runs in FP8.

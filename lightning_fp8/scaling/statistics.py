@@ -79,7 +79,7 @@ def cast_counts(state: ScalingState) -> Tensor:
 
 
 def cast_noise(state: ScalingState) -> Tensor:
-    """The values of ``state.cast_counts.noise``, ``[R, 2] float64``, zeros if counting is off; as :func:`cast_counts`."""
+    """The values of ``state.cast_counts.noise``, ``[R, 2] float64``; see :func:`cast_counts`."""
     noise = state.cast_counts.noise
     if noise is None:
         return torch.zeros(len(state.names), 2, dtype=torch.float64, device=state.device)

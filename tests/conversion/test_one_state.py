@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lightning_fp8 import (
     BlockScaling,
     DelayedScaling,
+    Fp8Monitor,
     PrecisionSchedule,
     ScaleFactorLogger,
-    ScaleWatchdog,
     convert,
     scaling_state,
     unconvert,
@@ -183,7 +183,7 @@ def test_a_conversion_in_a_trainers_run(tmp_path: Path) -> None:
     model = seeded(Grows)
     callbacks: list[pl.Callback] = [
         ScaleFactorLogger(every_n_steps=1),
-        ScaleWatchdog(every_n_steps=8),
+        Fp8Monitor(every_n_steps=8),
         PrecisionSchedule({6: "bf16"}),
     ]
     logger = pl.loggers.CSVLogger(tmp_path, "logs")

@@ -274,18 +274,18 @@ CALLBACKS: dict[str, tuple[Callable[[], Callback], list[str]]] = {
     ),
     # the switch, before the third batch
     "PrecisionSchedule": (lambda: callbacks.PrecisionSchedule({2: {"net.0": "fp8-current", "net.2": "bf16"}}), []),
-    "QuantizationProbe": (
-        lambda: callbacks.QuantizationProbe(3),
-        ["lightning_fp8/callbacks/quantization_probe.py on_train_batch_end: tolist"],
-    ),
     "RunRecord": (callbacks.RunRecord, []),
     "ScaleFactorLogger": (
         lambda: callbacks.ScaleFactorLogger(3, prog_bar=True),
         ["lightning_fp8/scaling/statistics.py tensor_statistics: cpu"],
     ),
-    "ScaleWatchdog": (
-        lambda: callbacks.ScaleWatchdog("current", every_n_steps=3, saturated_above=0.0, checks_in_a_row=1),
-        ["lightning_fp8/callbacks/watch.py check: cpu"],
+    "Fp8Monitor": (
+        lambda: callbacks.Fp8Monitor(3, "current", thresholds={"saturated": 0.0}, checks_in_a_row=1),
+        [
+            "lightning_fp8/callbacks/watch.py check: cpu",
+            "lightning_fp8/callbacks/monitor.py _ratios: cpu",
+            "lightning_fp8/callbacks/loss.py check: cpu",
+        ],
     ),
 }
 
@@ -302,14 +302,6 @@ def test_exponents_are_logged_with_the_same_copy(waits: NoWaiting, tmp_path: Pat
     assert trained(waits, tmp_path, make(), precision="fp8-block") == [[], due, [], [], due]
     logged = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
     assert "fp8/net.0.grad_output/largest_exponent" in logged
-
-
-def test_outliers_are_watched_without_a_further_wait(waits: NoWaiting, tmp_path: Path) -> None:
-    watchdog = callbacks.ScaleWatchdog(
-        "fallback", 3, kurtosis_above=1.0, outliers_above=0.0, checks_in_a_row=1, cooldown=2
-    )
-    due = ["lightning_fp8/callbacks/watch.py check: cpu"]
-    assert trained(waits, tmp_path, watchdog) == [[], due, [], [], due]
 
 
 def test_experts_wait_once(waits: NoWaiting) -> None:

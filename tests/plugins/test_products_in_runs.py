@@ -9,10 +9,9 @@ from lit import loader, make_trainer, seeded
 from stacked_blocks import Blocks, products
 
 from lightning_fp8 import (
+    Fp8Monitor,
     Fp8Precision,
-    QuantizationProbe,
     ScaleFactorLogger,
-    ScaleWatchdog,
 )
 from lightning_fp8.plugins.fabric import FabricPrecision
 
@@ -31,17 +30,17 @@ def test_a_plugin_keeps_them_for_another_front_end_and_a_converted_model() -> No
 
 
 def test_callbacks_see_only_what_is_cast(tmp_path: Path) -> None:
-    watchdog = ScaleWatchdog("raise", every_n_steps=2, stale_steps=4)
-    probe, scales = QuantizationProbe(every_n_steps=2), ScaleFactorLogger(every_n_steps=2)
+    monitor = Fp8Monitor(2, "raise", thresholds={"stale": 4})
+    scales = ScaleFactorLogger(every_n_steps=2)
     plugin = Fp8Precision(
         recipe={"dgrad": "bf16", "wgrad": "bf16"}, overrides={"net.0": {"fprop": "bf16", "wgrad": "fp8"}}
     )
     logger = CSVLogger(tmp_path)
     model = seeded()
     make_trainer(
-        tmp_path, plugins=plugin, callbacks=[watchdog, probe, scales], logger=logger, log_every_n_steps=1, max_epochs=3
+        tmp_path, plugins=plugin, callbacks=[monitor, scales], logger=logger, log_every_n_steps=1, max_epochs=3
     ).fit(model, loader())
-    assert list(probe.sqnr_db) == ["net.2"]
+    assert monitor.verdict().status == "healthy"
     logged = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     tensors = {key.removeprefix("fp8/").removesuffix("/scale") for key in logged if key.endswith("/scale")}
     assert {name for name in tensors if name.startswith("net.")} == {

@@ -167,7 +167,7 @@ def test_a_run_is_resumed_under_the_other_name(kinds: tuple[Any, Any], tmp_path:
 
 
 def every_callback() -> list[Any]:
-    often = ("QuantizationProbe", "ScaleFactorLogger", "ScaleWatchdog")
+    often = ("Fp8Monitor", "ScaleFactorLogger")
     every: dict[str, dict[str, Any]] = {name: {"every_n_steps": 1} for name in often}
     given = {
         **every,

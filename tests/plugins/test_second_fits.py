@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from lit import Regression, loader, make_trainer, seeded, warned
 from torch import Tensor, nn
-from watched_models import NEVER, Vanishing
+from watched_models import Vanishing, only
 
 from lightning_fp8 import (
     Bf16MixedPrecision,
     Bf16TruePrecision,
+    Fp8Monitor,
     Fp8Precision,
-    QuantizationProbe,
-    ScaleWatchdog,
     convert,
     fall_back,
     scaling_state,
@@ -40,8 +39,8 @@ def fit(path: Path, model: Any, *callbacks: Any, epochs: int = 4, **options: Any
     return model
 
 
-def watchdog(action: Any = "fallback") -> ScaleWatchdog:
-    return ScaleWatchdog(action, 2, **{**NEVER, "underflowed_above": 0.5, "checks_in_a_row": 1, "cooldown": 4})
+def monitor(action: Any = "fallback") -> Fp8Monitor:
+    return Fp8Monitor(2, action, cooldown=4, thresholds=only(underflowed=0.5), checks_in_a_row=1)
 
 
 class VanishingAtFirst(Vanishing):
@@ -53,7 +52,7 @@ class VanishingAtFirst(Vanishing):
 
 @pytest.mark.parametrize("second", ["another model", "the same model"])
 def test_a_cooldown_is_that_of_its_fit(second: str, tmp_path: Path) -> None:
-    callback, model = watchdog(), seeded(VanishingAtFirst)
+    callback, model = monitor(), seeded(VanishingAtFirst)
     with pytest.warns(UserWarning, match="In bf16 from now on: net.0"):
         fit(tmp_path, model, callback)
     assert scaling_state(model).fallbacks == ("net.0",)
@@ -83,27 +82,16 @@ def test_a_layer_that_shares_its_input_and_fell_back_by_hand_stays(tmp_path: Pat
     model = convert(seeded(VanishingPair))
     fall_back(model, "net.k")
     with pytest.warns(UserWarning, match="With current scaling from now on: net.q.$"):
-        fit(tmp_path, model, watchdog("current"))
+        fit(tmp_path, model, monitor("current"))
     state = scaling_state(model)
     assert state.precisions[state.module_names.index("net.q")].is_current
     fresh = convert(seeded(VanishingPair))
     fall_back(fresh, "net.k")
     with pytest.warns(UserWarning, match="With current scaling from now on: net.q.$"):
-        fit(tmp_path, fresh, watchdog("current"), epochs=8)
+        fit(tmp_path, fresh, monitor("current"), epochs=8)
     state = scaling_state(fresh)
     assert state.fallbacks == ("net.k",)
     assert not state.precisions[state.module_names.index("net.q")].is_current
-
-
-def test_a_probe_without_a_step_has_no_results_of_an_earlier_fit(tmp_path: Path) -> None:
-    probe = QuantizationProbe(2)
-    fit(tmp_path, seeded(), probe)
-    assert set(probe.sqnr_db) == {"net.0", "net.2"}
-    with pytest.warns(UserWarning, match="nothing was logged"):
-        fit(tmp_path, seeded(), probe, epochs=1)
-    assert (probe.sqnr_db, probe.outliers) == ({}, {})
-    with pytest.raises(RuntimeError, match="nothing has been probed yet"):
-        probe.suggest_ignore_modules()
 
 
 KEEPING = {

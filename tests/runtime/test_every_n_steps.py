@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fp8 import QuantizationProbe, ScaleFactorLogger, ScaleWatchdog
+from lightning_fp8 import Fp8Monitor, ScaleFactorLogger
 from lightning_fp8.cli import ProgressLines
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
 
@@ -57,7 +57,7 @@ def test_a_run_too_short_for_the_interval(start: int, end: int, made: int) -> No
     assert not made or (said.startswith("Any: ") and f"made {made} steps" in said and f"to {made} or less" in said)
 
 
-@pytest.mark.parametrize("callback", [ScaleFactorLogger, ScaleWatchdog, QuantizationProbe, ProgressLines])
+@pytest.mark.parametrize("callback", [ScaleFactorLogger, Fp8Monitor, ProgressLines])
 def test_bad_input(callback: Any) -> None:
     for steps in (0, -1, "50", 50.0, True, None):
         with pytest.raises(ValueError, match=f"{callback.__name__}: `every_n_steps` must .* got {steps!r}"):

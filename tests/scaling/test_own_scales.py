@@ -15,11 +15,10 @@ from lit import loader, make_trainer, same, seeded
 from lightning_fp8 import (
     BlockScaling,
     CurrentScaling,
+    Fp8Monitor,
     MXScaling,
-    QuantizationProbe,
     RunRecord,
     ScaleFactorLogger,
-    ScaleWatchdog,
     convert,
     scaling_state,
 )
@@ -66,8 +65,8 @@ def test_callbacks_and_compiled_code_see_the_run(precision: str, recipe: Recipe,
         model = seeded()
         if compiled:
             model.net.compile(backend="aot_eager")
-        probe = QuantizationProbe(every_n_steps=1)
-        watching = [ScaleFactorLogger(every_n_steps=1), ScaleWatchdog(), RunRecord() if compiled else probe]
+        monitor = Fp8Monitor(every_n_steps=1)
+        watching = [ScaleFactorLogger(every_n_steps=1), monitor, RunRecord()]
         csv = CSVLogger(tmp_path, version=int(compiled))
         trainer = make_trainer(
             tmp_path, precision=precision, max_epochs=2, callbacks=watching, logger=csv, log_every_n_steps=1
@@ -75,9 +74,7 @@ def test_callbacks_and_compiled_code_see_the_run(precision: str, recipe: Recipe,
         trainer.fit(model, loader())
         trainer.validate(model, loader(), verbose=False)
         runs.append([*model.losses, *model.parameters(), scaling_state(model).scale])
-        if not compiled:
-            # no layer has lost precision
-            assert min(probe.sqnr_db.values()) > 22
+        assert monitor.verdict().status == "healthy"
         with open(Path(csv.log_dir) / "metrics.csv") as file:
             rows = [row for row in DictReader(file) if row.get("fp8/net.0.input/scale")]
         assert len(rows) == 8

@@ -1,4 +1,4 @@
-"""Layers that are moved as `ScaleWatchdog` moves them."""
+"""Layers that are moved as `Fp8Monitor` moves them."""
 
 from __future__ import annotations
 
