@@ -18,12 +18,11 @@ from torch import nn
 from lightning_fp8 import (
     BlockScaling,
     DelayedScaling,
+    Fp8Monitor,
     Fp8Precision,
     MXScaling,
     PrecisionSchedule,
-    QuantizationProbe,
     ScaleFactorLogger,
-    ScaleWatchdog,
     convert,
     scaling_state,
 )
@@ -80,7 +79,7 @@ class Failing(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [ScaleFactorLogger, ScaleWatchdog, QuantizationProbe])
+@pytest.mark.parametrize("kind", [ScaleFactorLogger, Fp8Monitor])
 def test_what_holds_for_all_that_act_every_n_steps(tmp_path: Path, kind: Any) -> None:
     def warnings_of(callback: Any, **kwargs: Any) -> list[str]:
         trainer = make_trainer(tmp_path, callbacks=[callback], **kwargs)

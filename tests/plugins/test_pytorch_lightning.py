@@ -193,7 +193,7 @@ def logged(kind: Any, folder: Path) -> dict[str, list[str]]:
 def test_every_callback_logs_the_same(tmp_path: Path) -> None:
     theirs, ours = logged(Mirrored, tmp_path / "mirror"), logged(Regression, tmp_path / "lightning")
     assert theirs.keys() == ours.keys()
-    for start in ("fp8/watchdog/", "fp8/input/", "fp8/net.", "fp8/schedule", "train/samples"):
+    for start in ("fp8/health/", "fp8/input/", "fp8/net.", "fp8/schedule", "train/samples"):
         assert any(name.startswith(start) for name in theirs), start
     numbers = [name for name in theirs if name.startswith(("fp8/", "train/samples"))]
     assert {name: theirs[name] for name in numbers} == {name: ours[name] for name in numbers}
