@@ -23,7 +23,6 @@ from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.ops.operand import Groups, columns_shape
-from lightning_fp8.scalings.launches import Memory
 from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want, value_of
 
 if TYPE_CHECKING:
@@ -95,7 +94,8 @@ class Scaling(ABC):
 
     @abstractmethod
     def emulated_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """:meth:`multiply` where there is no FP8 product: sums in fp32, rounded once."""
+        """``a @ b^T + bias`` where there is no FP8 product: a ``[M, K]``, b ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in
+        ``dtype``. The bias is rounded to ``dtype``, then added in fp32 to the scaled sum, which is rounded once."""
 
     # What it may define
 
@@ -150,9 +150,10 @@ class Scaling(ABC):
         """Where layouts share scales: those of the transpose, or of each matrix of a stack."""
         return scale_inv.mT
 
-    def as_multiplied(self, operand: Operand) -> Operand:
-        """An operand as products take it on its device, which may know blocks of this kind as those of another."""
-        return operand
+    def as_multiplied(self, cast: Cast) -> Cast:
+        """A cast with operands as products take them on its device, which may know blocks of this kind as those of
+        another."""
+        return cast
 
     def multiplied_as(self, device: torch.device) -> Scaling:
         """The scaling of :meth:`as_multiplied`."""
@@ -183,7 +184,7 @@ class Scaling(ABC):
         return None
 
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        """:meth:`multiply` on a GPU."""
+        """The product on a GPU. Without ``fast``, partial sums are added up in fp32 at least every 128 along K."""
         return self.emulated_product(a, b, bias, dtype)
 
     def spread(self, scales: Tensor, like: Tensor) -> Tensor:
@@ -320,17 +321,6 @@ class Scaling(ABC):
         # a kernel writes both
         return casts if want.rows else [cast._replace(rows=None) for cast in casts]
 
-    def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        """``a @ b^T + bias``: a ``[M, K]``, b ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in ``dtype``.
-
-        The bias is rounded to ``dtype``, then added in fp32 to the scaled sum, which is rounded once. Without ``fast``,
-        partial sums are added up in fp32 at least every 128 along K.
-        """
-        # the one place where a product chooses its device
-        if on_gpu(a.codes):
-            return self.gpu_product(a, b, bias, dtype, fast)
-        return self.emulated_product(a, b, bias, dtype)
-
     # What kinds share
 
     def quantized(self, x: Tensor, want: Want) -> tuple[Cast, Tensor]:
@@ -355,19 +345,6 @@ class Scaling(ABC):
             turned = codes.t() if self.is_view(codes.device, codes.shape) else arithmetic.by_columns(codes)
             columns = Operand(turned, self.transposed_scales(operand.scale_inv), self)
         return Cast(operand if want.rows else None, columns)
-
-    def made(self, memory: Memory) -> Cast:
-        """What a kernel has written, as a cast."""
-        codes, turned, scale_inv, turned_inv, sums = memory
-        return Cast(
-            None if codes is None else Operand(codes, scale_inv, self),  # type: ignore[arg-type]
-            None if turned is None else Operand(turned, turned_inv, self),  # type: ignore[arg-type]
-            sums,
-        )
-
-    def all_made(self, memories: Sequence[Memory] | None) -> list[Cast] | None:
-        """The same of several tensors; None where there is no kernel."""
-        return None if memories is None else [*map(self.made, memories)]
 
     def note(self, x: Tensor, cast: Cast, slot: Slot) -> None:
         """Count what a cast of x has lost, in the layout by rows if there are both."""

@@ -54,10 +54,6 @@ class Unscaled(OneScale):
         return operand.codes.float()
 
     @override
-    def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        return self.emulated_product(a, b, bias, dtype)
-
-    @override
     def emulated_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if bias is None:
             return torch.mm(a.codes, b.codes.t()).to(dtype)
