@@ -84,11 +84,7 @@ def _by_operators(operator: Any, x: Tensor, slot: Slot, want: Want) -> Cast:
         rows = _by_operators(operator, x, slot, want._replace(columns=False))
         columns = _by_operators(operator, x, slot, want._replace(rows=False))
         return Cast(rows.rows, columns.columns)
-    if not scaling.is_fp8:
-        # seen by compilers as what it is
-        return scaling.cast(x, slot, want)
-    parts = operator.watched(x, slot, want.rows, want.columns)
-    return products.of_results(parts, scaling, x, want)
+    return scaling.cast_by(operator.watched, x, slot, want)
 
 
 def cast_weights(

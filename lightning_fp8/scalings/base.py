@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,7 @@ from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source
 if TYPE_CHECKING:
     from lightning_fp8.serialization.values import Scale
 
+CastOperator = Callable[[Tensor, Slot, bool, bool], Sequence[Tensor]]
 _KINDS: dict[str, type[Scaling]] = {}
 # what is clipped by no more than the rounding of a scale and its inverse is not lost
 ROUNDING = 1 - 2**-20
@@ -360,6 +361,16 @@ class Scaling(ABC):
                 self.count(values, operand, slot)
             if self.has_blocks:
                 note_exponents(self.exponents(operand), slot)
+
+    def cast_by(self, operator: CastOperator, x: Tensor, slot: Slot, want: Want) -> Cast:
+        """The cast of x by an operator, which compilers see; its results are those of ``products.as_results``."""
+        codes, turned, scale_inv, turned_inv = operator(x, slot, want.rows, want.columns)
+        by_columns, scaling = None, self.multiplied_as(x.device)
+        if want.columns:
+            turned = codes.t() if scaling.is_view(x.device, x.shape) else turned
+            turned_inv = scaling.transposed_scales(scale_inv) if scaling.layouts_share_scales else turned_inv
+            by_columns = Operand(turned, turned_inv, scaling)
+        return Cast(Operand(codes, scale_inv, scaling) if want.rows else None, by_columns)
 
     def empty(self, like: Tensor, shape: Sequence[int], want: Want) -> Cast:
         """An uninitialised cast of a tensor of this shape: for fakes of compilers."""

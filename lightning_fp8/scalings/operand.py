@@ -106,7 +106,7 @@ class Slot(NamedTuple):
         if rows is columns:
             return rows
         if want.rows and want.columns:
-            return rows if rows == columns else None
+            return rows if rows.name == columns.name else None
         return rows if want.rows else columns
 
     @property

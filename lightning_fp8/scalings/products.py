@@ -119,7 +119,10 @@ def fake_cast(like: Tensor, shape: Sequence[int], slot: Slot, want: Want) -> Cas
 
 
 def as_results(cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A cast of x as the results of an operator, which share no memory: codes and scale_inv by rows, and by columns."""
+    """A cast of x as the results of an operator, which share no memory: codes and scale_inv by rows, and by columns.
+
+    The inverse of :meth:`Scaling.cast_by`.
+    """
     codes, turned, scale_inv, turned_inv = (x.new_empty(0, dtype=torch.uint8) for _ in range(4))
     if cast.rows is not None:
         codes, scale_inv = cast.rows[:2]
@@ -135,14 +138,3 @@ def as_results(cast: Cast, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         elif cast.rows is None:
             scale_inv = scaling.transposed_scales(cast.columns.scale_inv)
     return codes, turned, scale_inv, turned_inv
-
-
-def of_results(results: Sequence[Tensor], scaling: Scaling, x: Tensor, want: Want) -> Cast:
-    """The cast of these results."""
-    codes, turned, scale_inv, turned_inv = results
-    by_columns, scaling = None, scaling.multiplied_as(x.device)
-    if want.columns:
-        turned = codes.t() if scaling.is_view(x.device, x.shape) else turned
-        turned_inv = scaling.transposed_scales(scale_inv) if scaling.layouts_share_scales else turned_inv
-        by_columns = Operand(turned, turned_inv, scaling)
-    return Cast(Operand(codes, scale_inv, scaling) if want.rows else None, by_columns)

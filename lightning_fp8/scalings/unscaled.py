@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fp8.scalings.base import column_sums
+from lightning_fp8.scalings.base import CastOperator, column_sums
 from lightning_fp8.scalings.one_scale import OneScale
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Source, Want, value_of
 
@@ -44,6 +44,11 @@ class Unscaled(OneScale):
     @override
     def cast_weight(self, w: Tensor, slot: Slot, want: Want) -> Cast:
         return self.cast(w, slot, want)
+
+    @override
+    def cast_by(self, operator: CastOperator, x: Tensor, slot: Slot, want: Want) -> Cast:
+        # compilers see it as what it is
+        return self.cast(x, slot, want)
 
     @override
     def no_codes(self, x: Tensor, want: Want) -> Tensor:
