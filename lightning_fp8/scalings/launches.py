@@ -95,7 +95,8 @@ def _cast_of(
     if is_transposed:
         codes, turned = turned, codes
     if is_view and codes is not None:
-        codes, turned = codes if want.rows else None, codes.t() if want.columns else None
+        turned = codes.t() if want.columns else None
+        codes = codes if want.rows else None
     return Cast(
         None if codes is None else Operand(codes, scale_inv, scaling),
         None if turned is None else Operand(turned, scale_inv, scaling),
@@ -233,9 +234,9 @@ def _new_blocks(
 
     by_rows = new((rows, columns), rows, columns) if want.rows else None
     by_columns = new(columns_shape(rows, columns), columns, rows) if want.columns else None
-    outputs = (None if operand is None else operand[:2] for operand in (by_rows, by_columns))
+    first, second = (None if operand is None else operand[:2] for operand in (by_rows, by_columns))
     recorded = None if opened.amax is None else (slot.index, opened.amax)
-    return Cast(by_rows, by_columns), block_casts.Result(recorded, *outputs, _new_sums(device, shape, want.sums))
+    return Cast(by_rows, by_columns), block_casts.Result(recorded, first, second, _new_sums(device, shape, want.sums))
 
 
 def measure_weights(of: Sequence[Tensor]) -> Tensor:
