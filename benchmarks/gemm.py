@@ -24,7 +24,6 @@ from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.cuda import gemm, kernels, plain, rule
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.scalings.base import Scaling
-from lightning_fp8.scalings.group_kernels import both_taken
 from lightning_fp8.scalings.mx import MX
 from lightning_fp8.scalings.operand import Operand
 from lightning_fp8.scalings.per_block import PerBlock
@@ -190,7 +189,7 @@ class Gemm:
         ours = []
         if found is not None:
             launch = functools.partial(gemm.launch, *found, bias=None, output=self.output)
-            ours = [variant("kernel", False, lambda inputs: launch(*both_taken(*fp8(inputs))))]
+            ours = [variant("kernel", False, lambda inputs: launch(*fp8(inputs)))]
 
         def cublaslt(fast: bool) -> Callable[[Operands], Tensor]:
             return lambda inputs: torch._scaled_mm(
@@ -213,7 +212,7 @@ class Gemm:
     def by_torch(self, a: Operand, b: Operand) -> Tensor:
         """The product in blocks by torch, which has none on the CPU."""
         product = plain.scaled_mm_mx if self.mx else plain.scaled_mm_in_blocks
-        out = product(*both_taken(a, b), None, self.output)
+        out = product(a, b, None, self.output)
         return a.scaling.emulated_product(a, b, None, self.output) if out is None else out
 
     def operands(self, device: torch.device) -> list[Operands]:

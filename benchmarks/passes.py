@@ -45,6 +45,10 @@ WIDTH, HIDDEN, HEADS = 64, 256, 4
 MICRO_BATCHES = (1, 2)
 
 
+def _written(result: casts.Result) -> int:
+    return sum(codes.nbytes for codes in (result.y, result.y_t) if codes is not None)
+
+
 class Block(NamedTuple):
     """One case.
 
@@ -195,7 +199,7 @@ class Counted:
         passes = 1 if result.current_amax is None else 2
         self.now[role] += 1
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (x, dy) if tensor is not None)
-        self.now["written"] += result.y.nbytes + result.y_t.nbytes
+        self.now["written"] += _written(result)
 
     def _cast_gated(
         self,
@@ -210,7 +214,7 @@ class Counted:
         passes = 1 if all(out.current_amax is None for out in results) else 2
         self.now["inputs" if dy is None else "gradients"] += len(results)
         self.now["read"] += passes * sum(tensor.nbytes for tensor in (gate, up, dy) if tensor is not None)
-        self.now["written"] += sum(out.y.nbytes + out.y_t.nbytes for out in results)
+        self.now["written"] += sum(map(_written, results))
 
     def _weight_table(self, weights: list[casts.Weight], squares: bool = False, mx: bool = False) -> None:
         for x, _, y, y_t in weights:

@@ -65,8 +65,8 @@ class Result(NamedTuple):
         index: ``[1] int64``, which of the R.
         amax: ``[R] float32`` to record in, or None.
         scale_inv: ``[] float32``, written.
-        y: ``[rows, columns] uint8``, written; row-contiguous. Empty if not requested.
-        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``. Empty likewise.
+        y: ``[rows, columns] uint8``, written; row-contiguous. None if not requested.
+        y_t: ``[columns, rows rounded up to 16] uint8``, contiguous, written; zeros beyond ``rows``. None likewise.
         column_sums: ``[column_sum_tiles(rows), columns] float32``, written; None for the output of an activation.
         current_amax: ``[] float32``, initially zero; receives the amax of a tensor that is scaled by its own values;
             a first launch measures it if needed. None for a tensor that is scaled by its history.
@@ -82,8 +82,8 @@ class Result(NamedTuple):
     index: Tensor  # type: ignore[assignment]
     amax: Tensor | None
     scale_inv: Tensor
-    y: Tensor
-    y_t: Tensor
+    y: Tensor | None
+    y_t: Tensor | None
     column_sums: Tensor | None = None
     current_amax: Tensor | None = None
     after_measuring: Callable[[Tensor], object] | None = None
@@ -93,7 +93,7 @@ class Result(NamedTuple):
     def half(self, which: int) -> Result:
         """The first or the second half of the columns of all outputs."""
         y, y_t = (
-            payload.chunk(2, dim=dim)[which] if payload.numel() else payload
+            payload if payload is None else payload.chunk(2, dim=dim)[which]
             for payload, dim in ((self.y, 1), (self.y_t, 0))
         )
         sums = None if self.column_sums is None else self.column_sums.chunk(2, dim=1)[which]
@@ -120,8 +120,8 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
     scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, *_ = result
-    # of an empty tensor, this is 0
-    y_at, y_t_at = y.data_ptr(), y_t.data_ptr()
+    y_at = 0 if y is None else y.data_ptr()
+    y_t_at = 0 if y_t is None else y_t.data_ptr()
     flags = aligned(x_at | dy_at, (stride | dy_stride) * size, y_at, y_t_at, columns)
     if current_amax is not None:
         current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
@@ -171,7 +171,7 @@ def cast_gated(
     second = results[-1]
     grid = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
     x_at, up_at, dy_at, dy_stride = gate.data_ptr(), up.data_ptr(), address(dy), 0 if dy is None else dy.stride(0)
-    widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None and tensor.numel()}
+    widths = {tensor.stride(0) for tensor in (result.y, result.column_sums) if tensor is not None}
     (width,) = widths or {columns}
     shape = (stride, dy_stride, rows, columns)
     outputs, up_outputs = ([address(out.y), address(out.y_t), address(out.column_sums)] for out in (result, second))

@@ -131,11 +131,11 @@ def strict_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from strict_scaled_mm import replace_products
 
     from lightning_fp8.ops.cuda import plain
-    from lightning_fp8.ops.operand import Fp8Tensor
+    from lightning_fp8.scalings.operand import Operand
 
-    def in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Any, dtype: torch.dtype, failure: Any = None) -> Any:
+    def in_blocks(a: Operand, b: Operand, bias: Any, dtype: torch.dtype, failure: Any = None) -> Any:
         # as on a GPU
-        return plain.product_of_blocks(a, b, bias, dtype) if a.payload.numel() and b.payload.numel() else None
+        return plain.product_of_blocks(a, b, bias, dtype) if a.codes.numel() and b.codes.numel() else None
 
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -42,8 +42,7 @@ def _cast_weight(w: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tens
 
 
 def _cast_fake(x: Tensor, slot: Slot, rows: bool, columns: bool) -> tuple[Tensor, ...]:
-    cast = (slot.rows if rows else slot.columns).empty(x, x.shape, Want(rows, columns))
-    return products.as_results(products.as_multiplied(cast), x)
+    return products.as_results(products.fake_cast(x, x.shape, slot, Want(rows, columns)), x)
 
 
 def _scaled_mm_fake(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -80,16 +79,12 @@ def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
 
 def _by_operators(operator: Any, x: Tensor, slot: Slot, want: Want) -> Cast:
     """One operator for both layouts where they have one scaling, else one for each."""
-    if want.rows and want.columns and slot.rows is not slot.columns:
+    scaling = slot.scaling_of(want)
+    if scaling is None:
         rows = _by_operators(operator, x, slot, want._replace(columns=False))
         columns = _by_operators(operator, x, slot, want._replace(rows=False))
         return Cast(rows.rows, columns.columns)
-    scaling = slot.rows if want.rows else slot.columns
-    if not scaling.is_fp8:
-        # seen by compilers as what it is
-        return scaling.cast(x, slot, want)
-    parts = operator.watched(x, slot, want.rows, want.columns)
-    return products.of_results(parts, scaling, x, want)
+    return scaling.cast_by(operator.watched, x, slot, want)
 
 
 def cast_weights(
@@ -103,6 +98,6 @@ def cast_weights(
         out: for each weight, a cast whose codes a kernel writes; None for new ones. Without a kernel, all are new.
         want: of the new ones.
     """
-    if is_watched(weights[0]) or slots[0].rows != slots[0].columns:
+    if is_watched(weights[0]):
         return [cast_weight(weight, slot, want) for weight, slot in zip(weights, slots, strict=True)]
-    return [*map(products.as_multiplied, slots[0].rows.cast_weights(weights, slots, out, want))]
+    return products.cast_weights(weights, slots, out, want)

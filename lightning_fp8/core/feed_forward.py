@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -106,8 +107,7 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     a = products.cast(Computed(block.activation, tuple(hidden)), block.a, Want(True, block.keep_a))
     # their memory may be reused for the output
     hidden = hidden if block.keep_h else [nothing(x, dtype) for _ in hidden]
-    assert a.rows is not None  # noqa: S101
-    y = page.forward(a.rows, block.outer.rows, block.outer.bias_value, dtype)
+    y = page.forward(cast(Operand, a.rows), block.outer.rows, block.outer.bias_value, dtype)
     return in_shape_of(x, y), *hidden, *_kept(x, a)
 
 
@@ -124,15 +124,14 @@ def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:
     of_a = Operand(a, a_scale_inv, scaling) if needs_outer else None
     # x once, with the first
     inner = [Kept(None if at else of_x, w) for at, w in enumerate(of_inner)]
-    kept = [*inner, Kept(of_a, block.outer.columns if needs_h else None)]
+    outer = Kept(of_a, block.outer.columns if needs_h else None)
+    tensors, scalings = zip(*(layer.parts() for layer in (*inner, outer)), strict=True)
     # the gradient of the activation needs the hidden tensors, which are kept in 16 bits; the others are kept in FP8
-    ctx.save_for_backward(
-        *(hidden if needs_h else [None] * len(hidden)), *(part for layer in kept for part in layer.tensors())
-    )
+    ctx.save_for_backward(*(hidden if needs_h else [None] * len(hidden)), *chain.from_iterable(tensors))
     # hidden tensors that are kept are linked to the graph, for second derivatives; compilers have none
     ctx.mark_non_differentiable(*([] if needs_h and ctx.is_eager else hidden), a, a_scale_inv)
     ctx.weights = [layer.weight for layer in (*block.inner, block.outer)]
-    ctx.rest = block.slots, [layer.scalings() for layer in kept], block.activation, block.x.shape
+    ctx.rest = block.slots, scalings, block.activation, block.x.shape
     # those of x and of each weight and bias are also those of their gradients
     tensors = [block.x, *(tensor for layer in (*block.inner, block.outer) for tensor in layer[:2])]
     ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
@@ -257,10 +256,10 @@ def _gated_backward(
     dw_dtype: torch.dtype,
     biases: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    pair, kept = Computed("swiglu", (gate, up), da), (Kept(x, w_gate), Kept(x, w_up))
+    pair = Computed("swiglu", (gate, up), da)
     want = Want(w_gate is not None or x is None, x is not None)
     casts = products.cast_pair(pair, (d_gate, d_up), want, biases)
-    of_gate, of_up = (of_cast(pair, casts, of, dx_dtype, dw_dtype) for of in kept)
+    of_gate, of_up = (of_cast(pair, casts, x, w, dx_dtype, dw_dtype) for w in (w_gate, w_up))
     # added as autograd adds the gradients of a tensor that two layers use
     return of_gate[0] + of_up[0], *of_gate[1:], *of_up[1:]
 
@@ -273,9 +272,9 @@ def _fake(block: Block) -> tuple[Tensor, ...]:
     m, n = math.prod(x.shape[:-1]), block.inner[0].weight.shape[0]
     hidden = [x.new_empty((m, n) if block.keep_h else 0, dtype=dtype) for _ in block.inner]
     packed = block.activation == "swiglu" and len(block.inner) == 1
-    a = block.a.columns.empty(x, (m, n // 2 if packed else n), Want(False, block.keep_a))
+    a = products.fake_cast(x, (m, n // 2 if packed else n), block.a, Want(False, block.keep_a))
     y = x.new_empty(*x.shape[:-1], block.outer.weight.shape[0], dtype=dtype)
-    return y, *hidden, *_kept(x, products.as_multiplied(a))
+    return y, *hidden, *_kept(x, a)
 
 
 def _mlp_backward_fake(

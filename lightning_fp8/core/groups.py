@@ -116,9 +116,9 @@ def _linear(
 def _save(ctx: Any, output: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> None:
     needs_x, needs_weight = ctx.needs[:2]
     _, x_columns, _, w_columns, groups, dy, _, k_by_n = rest
-    kept = Kept(x_columns if needs_weight else None, w_columns if needs_x else None)
-    ctx.save_for_backward(*kept.tensors(), *groups)
-    ctx.rest = dy, kept.scalings(), x.dtype, weight.dtype, None if bias is None else bias.dtype, k_by_n
+    tensors, scalings = Kept(x_columns if needs_weight else None, w_columns if needs_x else None).parts()
+    ctx.save_for_backward(*tensors, *groups)
+    ctx.rest = dy, scalings, x.dtype, weight.dtype, None if bias is None else bias.dtype, k_by_n
 
 
 def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:

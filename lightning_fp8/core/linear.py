@@ -39,12 +39,13 @@ def forward(x: Operand, w: Operand, bias: Tensor | None, dtype: torch.dtype) -> 
     return products.multiply(x, w, bias, dtype, fast=True)
 
 
-def cast_gradient(dy: Source, kept: Kept, slot: Slot, sums: bool) -> Cast:
-    """dy ``[M, N]``, in one pass for the products that are asked for and, with ``sums``, the gradient of the bias."""
-    if kept.w is not None:
-        slot = slot._replace(rows=kept.w.scaling.takes_gradient(kept.w, slot.rows))
+def cast_gradient(dy: Source, x: Operand | None, w: Operand | None, slot: Slot, sums: bool) -> Cast:
+    """dy ``[M, N]``, in one pass for the products with x and w and, with ``sums``, the gradient of the bias."""
+    if w is not None:
+        rows = w.scaling.takes_gradient(w, slot.rows)
+        slot = slot if rows is slot.rows else slot._replace(rows=rows)
     # where only the bias asks it is cast all the same, so that its amax is recorded
-    return products.cast(dy, slot, Want(kept.w is not None or kept.x is None, kept.x is not None, sums))
+    return products.cast(dy, slot, Want(w is not None or x is None, x is not None, sums))
 
 
 def dgrad(dy: Operand | None, w: Operand | None, dtype: torch.dtype) -> Tensor | None:
@@ -55,6 +56,10 @@ def dgrad(dy: Operand | None, w: Operand | None, dtype: torch.dtype) -> Tensor |
 def wgrad(dy: Operand | None, x: Operand | None, dtype: torch.dtype) -> Tensor | None:
     """dy of ``[M, N]`` and x, both by columns -> dw ``[N, K]``; None where nothing asks."""
     return None if dy is None or x is None else products.multiply(dy, x, None, dtype, fast=False)
+
+
+# what is saved in place of an operand that no gradient asks for
+_NOTHING: tuple[None, None] = (None, None)
 
 
 class Kept(NamedTuple):
@@ -68,22 +73,19 @@ class Kept(NamedTuple):
     x: Operand | None
     w: Operand | None
 
-    def tensors(self) -> list[Tensor | None]:
-        """Codes and scale_inv of both, as autograd saves them."""
-        return [part for operand in self for part in ((None, None) if operand is None else operand[:2])]
-
-    def scalings(self) -> list[Any]:
-        """What else is needed to make them again."""
-        return [None if operand is None else operand.scaling for operand in self]
+    def parts(self) -> tuple[list[Tensor | None], list[Any]]:
+        """Codes and scale_inv of both, as autograd saves them; and their scalings."""
+        x, w = self
+        tensors = [*(_NOTHING if x is None else x[:2]), *(_NOTHING if w is None else w[:2])]
+        return tensors, [None if x is None else x.scaling, None if w is None else w.scaling]
 
     @staticmethod
     def of(tensors: Sequence[Any], scalings: Sequence[Any]) -> Kept:
-        """From :meth:`tensors` and :meth:`scalings`."""
-        x, w = (
-            None if codes is None else Operand(codes, scale_inv, scaling)
-            for codes, scale_inv, scaling in zip(tensors[::2], tensors[1::2], scalings, strict=True)
+        """From :meth:`parts`."""
+        (x, x_scale_inv, w, w_scale_inv), (of_x, of_w) = tensors, scalings
+        return Kept(
+            None if x is None else Operand(x, x_scale_inv, of_x), None if w is None else Operand(w, w_scale_inv, of_w)
         )
-        return Kept(x, w)
 
 
 # The page under autograd, and as operators for compilers
@@ -140,13 +142,13 @@ def _save(
     dtype: torch.dtype,
 ) -> None:
     needs_x, needs_weight = ctx.needs[:2]
-    kept = Kept(x_columns if needs_weight else None, w_columns if needs_x else None)
-    ctx.save_for_backward(*kept.tensors())
+    tensors, scalings = Kept(x_columns if needs_weight else None, w_columns if needs_x else None).parts()
+    ctx.save_for_backward(*tensors)
     # The state's tensors change in place by design, which saved tensors must not: backward reads their current values.
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     # for second derivatives; a cast is kept of it, so nothing checks its version
     ctx.weight = weight
-    ctx.rest = dy, kept.scalings(), x.shape, dtypes
+    ctx.rest = dy, scalings, x.shape, dtypes
 
 
 def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -154,8 +156,8 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 10
     slot, scalings, shape, (x_dtype, weight_dtype, bias_dtype) = ctx.rest
-    kept, (needs_x, needs_weight, needs_bias) = Kept.of(ctx.saved_tensors, scalings), ctx.needs[:3]
-    arguments = *kept, slot, x_dtype, weight_dtype, needs_bias
+    needs_x, needs_weight, needs_bias = ctx.needs[:3]
+    arguments = *Kept.of(ctx.saved_tensors, scalings), slot, x_dtype, weight_dtype, needs_bias
     if torch.is_grad_enabled():
         dx, dw, db = differentiable_backward(in_rows(dy), ctx.weight, *arguments)
     else:
@@ -178,22 +180,21 @@ def run_backward(
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of the operator ``lightning_fp8::linear_backward``."""
-    kept = Kept(x, w)
-    return of_cast(dy, [cast_gradient(dy, kept, slot, bias)], kept, dx_dtype, dw_dtype)
+    return of_cast(dy, [cast_gradient(dy, x, w, slot, bias)], x, w, dx_dtype, dw_dtype)
 
 
 def of_cast(
-    dy: Source, casts: list[Cast], kept: Kept, dx_dtype: torch.dtype, dw_dtype: torch.dtype
+    dy: Source, casts: list[Cast], x: Operand | None, w: Operand | None, dx_dtype: torch.dtype, dw_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, of the first of these casts, which is taken out of the list, so that its memory can be used again."""
-    like, width = (dy if isinstance(dy, Tensor) else dy.inputs[0]), dy.shape[1]
+    like = dy if isinstance(dy, Tensor) else dy.inputs[0]
     rows, columns, sums = casts.pop(0)
-    dx = dgrad(rows, kept.w, dx_dtype)
+    dx = dgrad(rows, w, dx_dtype)
     del rows
-    dw = wgrad(columns, kept.x, dw_dtype)
+    dw = wgrad(columns, x, dw_dtype)
     return (
         nothing(like, dx_dtype) if dx is None else dx,
-        like.new_empty(width, 0, dtype=dw_dtype) if dw is None else dw,
+        like.new_empty(dy.shape[1], 0, dtype=dw_dtype) if dw is None else dw,
         nothing(like, torch.float32) if sums is None else sums,
     )
 

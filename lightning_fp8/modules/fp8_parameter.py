@@ -232,6 +232,12 @@ class Fp8Parameter(Tensor):
             )
         return self
 
+    def __getitem__(self, index: Any) -> Tensor:
+        # in inference mode torch fails to view a tensor of a class with operators of its own
+        if torch.is_inference_mode_enabled() and isinstance(index, int) and self.dim() == 3 and self.is_fp8:
+            return Fp8Parameter(self.content.mapped(lambda tensor: tensor[index]))
+        return super().__getitem__(index)  # type: ignore[no-any-return]
+
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.dequantized().clone()
         values[index] = value

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
-from lightning_fp8.core import casts as ops
+from lightning_fp8.core import casts
 from lightning_fp8.core.linear import in_rows, linear
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, is_frozen, is_held
@@ -34,7 +34,6 @@ from lightning_fp8.ops.library import (
 )
 from lightning_fp8.ops.operand import as_stack
 from lightning_fp8.scaling.precision import LayerPrecision
-from lightning_fp8.scalings.base import Scaling
 from lightning_fp8.scalings.operand import Cast, Operand, Want
 from lightning_fp8.scalings.products import sides_of_weight
 
@@ -67,7 +66,7 @@ class Fp8Weight(NamedTuple):
                 return self._replace(weight=weight, cast=Cast(split[0], split[1]))
             # without the state, which must keep the amax and scale of the whole weight
             slot = of.weight_slot(Phase.EVALUATION)._replace(state=None)
-            return Fp8Weight(weight, ops.cast_weight(weight.detach(), slot, Want(True, backward_may_follow())))
+            return Fp8Weight(weight, casts.cast_weight(weight.detach(), slot, Want(True, backward_may_follow())))
         return self._replace(weight=weight, cast=Cast(parts[0], parts[1]))
 
 
@@ -120,7 +119,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
     made = cast_stale(gemm, parameter) if may_keep and trains else None
     if made is None:
         with normal_tensors() if may_keep else nullcontext():
-            made = ops.cast_weight(weight.detach(), gemm.weight_slot(phase), Want(True, keep_columns))
+            made = casts.cast_weight(weight.detach(), gemm.weight_slot(phase), Want(True, keep_columns))
         if may_keep:
             weight_cast.put(parameter, made)
             if weight_cast.assumptions and not on_gpu(parameter) and made.rows is not None:
@@ -140,16 +139,16 @@ def cast_stack(gemms: Sequence[Gemm], stack: Tensor, phase: Phase) -> Cast:
     may_keep = may_keep and can_keep_copies(stack)
     if may_keep and (trains or weight_cast.get(stack) is not None):
         parts = zip(gemms, stack.detach().unbind(), strict=True)
-        casts = [cast(Cast, cast_weight(gemm, stack, phase, part).cast) for gemm, part in parts]
+        made = [cast(Cast, cast_weight(gemm, stack, phase, part).cast) for gemm, part in parts]
     else:
         check_kind(gemms[0], stack)
         check_same_device(gemms[0], stack)
         together, keep = [(gemm, stack) for gemm in gemms], backward_may_follow()
         with normal_tensors() if may_keep else nullcontext():
-            casts = cast_together(together, [None] * len(gemms), phase, keep)
-        for gemm, made in zip(gemms, casts, strict=True) if may_keep else ():
-            gemm.weight_cast.put(stack, made)
-    return Cast(_stacked([made.rows for made in casts]), _stacked([made.columns for made in casts]))
+            made = cast_together(together, [None] * len(gemms), phase, keep)
+        for gemm, one in zip(gemms, made, strict=True) if may_keep else ():
+            gemm.weight_cast.put(stack, one)
+    return Cast(_stacked([one.rows for one in made]), _stacked([one.columns for one in made]))
 
 
 def _stacked(operands: Sequence[Operand | None]) -> Operand | None:
@@ -216,14 +215,14 @@ def cast_input(
     values = x.detach() if x.dim() == 2 else in_rows(x.detach())
     want = Want(rows, keep, dtype=dtype)
     if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
-        return ops.cast(values, slot, want, watched)
+        return casts.cast(values, slot, want, watched)
     circumstances = phase, gemm.model.changes, dtype
     # layers may differ in their products: what each takes, by its scaling and by whether it is by columns
-    made: dict[tuple[Scaling, bool], Operand] = shared.take(gemm.module, x, circumstances) or {}
-    sides = (slot.rows, False), (slot.columns, True)
+    made: dict[tuple[str, bool], Operand] = shared.take(gemm.module, x, circumstances) or {}
+    sides = (slot.rows.name, False), (slot.columns.name, True)
     if (rows and sides[0] not in made) or (keep and sides[1] not in made):
         keep = keep or (backward_may_follow() and gemm.sharers_need_columns())
-        new = ops.cast(values, slot, want._replace(columns=keep), watched)
+        new = casts.cast(values, slot, want._replace(columns=keep), watched)
         made = made | {side: of for side, of in zip(sides, new[:2], strict=True) if of is not None}
         shared.put(gemm.module, x, circumstances, made)
     return Cast(made.get(sides[0]), made.get(sides[1]))
@@ -242,7 +241,7 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, ph
     if not (precision.in_fp8 and (with_gradients or precision.fprop_in_fp8)):
         let_go_of_input(gemm)
         return F.linear(x.to(dtype), parameter.to(dtype), None if bias is None else bias.to(dtype))
-    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, len(parameter))
+    bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, parameter.shape[0])
     watched, keep = is_watched(x), may_get_gradient(parameter) and with_gradients
     x8 = cast_input(gemm, x, phase, keep, dtype, watched=watched)
     w8 = kept

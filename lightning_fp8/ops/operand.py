@@ -59,20 +59,6 @@ def refuse_recording_export(record: bool) -> None:
         )
 
 
-class Fp8Tensor(NamedTuple):
-    """A tensor in FP8 as a kernel's product takes it, which is chosen by what its scales are for.
-
-    Attributes:
-        payload: ``[M, K] uint8``; the product sums over K.
-        scale_inv: of one of the kinds of scaling.
-        format: ``"e4m3"`` or ``"e5m2"``.
-    """
-
-    payload: Tensor
-    scale_inv: Tensor
-    format: str
-
-
 class Groups(NamedTuple):
     """Which rows belong to which of E groups, each of which multiplies with a weight of its own.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,12 +23,12 @@ from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.ops.operand import Groups, columns_shape
-from lightning_fp8.scalings.launches import Memory
 from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want, value_of
 
 if TYPE_CHECKING:
     from lightning_fp8.serialization.values import Scale
 
+CastOperator = Callable[[Tensor, Slot, bool, bool], Sequence[Tensor]]
 _KINDS: dict[str, type[Scaling]] = {}
 # what is clipped by no more than the rounding of a scale and its inverse is not lost
 ROUNDING = 1 - 2**-20
@@ -95,7 +95,8 @@ class Scaling(ABC):
 
     @abstractmethod
     def emulated_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """:meth:`multiply` where there is no FP8 product: sums in fp32, rounded once."""
+        """``a @ b^T + bias`` where there is no FP8 product: a ``[M, K]``, b ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in
+        ``dtype``. The bias is rounded to ``dtype``, then added in fp32 to the scaled sum, which is rounded once."""
 
     # What it may define
 
@@ -150,9 +151,10 @@ class Scaling(ABC):
         """Where layouts share scales: those of the transpose, or of each matrix of a stack."""
         return scale_inv.mT
 
-    def as_multiplied(self, operand: Operand) -> Operand:
-        """An operand as products take it on its device, which may know blocks of this kind as those of another."""
-        return operand
+    def as_multiplied(self, cast: Cast) -> Cast:
+        """A cast with operands as products take them on its device, which may know blocks of this kind as those of
+        another."""
+        return cast
 
     def multiplied_as(self, device: torch.device) -> Scaling:
         """The scaling of :meth:`as_multiplied`."""
@@ -183,7 +185,7 @@ class Scaling(ABC):
         return None
 
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        """:meth:`multiply` on a GPU."""
+        """The product on a GPU. Without ``fast``, partial sums are added up in fp32 at least every 128 along K."""
         return self.emulated_product(a, b, bias, dtype)
 
     def spread(self, scales: Tensor, like: Tensor) -> Tensor:
@@ -320,17 +322,6 @@ class Scaling(ABC):
         # a kernel writes both
         return casts if want.rows else [cast._replace(rows=None) for cast in casts]
 
-    def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        """``a @ b^T + bias``: a ``[M, K]``, b ``[N, K]``, bias ``[N]`` -> ``[M, N]`` in ``dtype``.
-
-        The bias is rounded to ``dtype``, then added in fp32 to the scaled sum, which is rounded once. Without ``fast``,
-        partial sums are added up in fp32 at least every 128 along K.
-        """
-        # the one place where a product chooses its device
-        if on_gpu(a.codes):
-            return self.gpu_product(a, b, bias, dtype, fast)
-        return self.emulated_product(a, b, bias, dtype)
-
     # What kinds share
 
     def quantized(self, x: Tensor, want: Want) -> tuple[Cast, Tensor]:
@@ -356,19 +347,6 @@ class Scaling(ABC):
             columns = Operand(turned, self.transposed_scales(operand.scale_inv), self)
         return Cast(operand if want.rows else None, columns)
 
-    def made(self, memory: Memory) -> Cast:
-        """What a kernel has written, as a cast."""
-        codes, turned, scale_inv, turned_inv, sums = memory
-        return Cast(
-            None if codes is None else Operand(codes, scale_inv, self),  # type: ignore[arg-type]
-            None if turned is None else Operand(turned, turned_inv, self),  # type: ignore[arg-type]
-            sums,
-        )
-
-    def all_made(self, memories: Sequence[Memory] | None) -> list[Cast] | None:
-        """The same of several tensors; None where there is no kernel."""
-        return None if memories is None else [*map(self.made, memories)]
-
     def note(self, x: Tensor, cast: Cast, slot: Slot) -> None:
         """Count what a cast of x has lost, in the layout by rows if there are both."""
         if not self.is_fp8:
@@ -387,6 +365,16 @@ class Scaling(ABC):
                 note_noise(values[sample], of_codes, slot)
             if self.has_blocks:
                 note_exponents(self.exponents(operand), slot)
+
+    def cast_by(self, operator: CastOperator, x: Tensor, slot: Slot, want: Want) -> Cast:
+        """The cast of x by an operator, which compilers see; its results are those of ``products.as_results``."""
+        codes, turned, scale_inv, turned_inv = operator(x, slot, want.rows, want.columns)
+        by_columns, scaling = None, self.multiplied_as(x.device)
+        if want.columns:
+            turned = codes.t() if scaling.is_view(x.device, x.shape) else turned
+            turned_inv = scaling.transposed_scales(scale_inv) if scaling.layouts_share_scales else turned_inv
+            by_columns = Operand(turned, turned_inv, scaling)
+        return Cast(Operand(codes, scale_inv, scaling) if want.rows else None, by_columns)
 
     def empty(self, like: Tensor, shape: Sequence[int], want: Want) -> Cast:
         """An uninitialised cast of a tensor of this shape: for fakes of compilers."""

@@ -6,7 +6,7 @@ Each function takes what a kind of scaling asks for, and returns None where ther
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, empty_strided
@@ -18,145 +18,126 @@ from lightning_fp8.ops.cuda.kernels import block_cast_kernel, cast_kernel, weigh
 from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.ops.operand import ALIGNMENT, Groups, columns_shape
 from lightning_fp8.runtime.device import is_capturing
-from lightning_fp8.scalings.operand import Cast, Computed, Opened, Slot, Source, Want
+from lightning_fp8.scalings.operand import Cast, Computed, Opened, Operand, Slot, Source, Want
+
+if TYPE_CHECKING:
+    from lightning_fp8.scalings.base import Scaling
+    from lightning_fp8.scalings.in_blocks import InBlocks
 
 
-class Memory(NamedTuple):
-    """What a kernel has written of a tensor; None for what was not asked for.
-
-    Attributes:
-        rows: codes ``[M, K]``.
-        columns: codes ``[K, M']``.
-        scale_inv: of the former; with one scale, of both.
-        columns_scale_inv: of the latter.
-        sums: column sums ``[K] float32``.
-    """
-
-    rows: Tensor | None
-    columns: Tensor | None
-    scale_inv: Tensor | None
-    columns_scale_inv: Tensor | None
-    sums: Tensor | None
+# what a kernel reads: x, or the input of the activation that it computes, its second input, the gradient of its value;
+# and whether gate and up are the halves of the first
+_Read = tuple[Tensor, Tensor | None, Tensor | None, bool]
 
 
-class _Read(NamedTuple):
-    """What a kernel reads: x; or the inputs of the activation that it computes, and the gradient of its value."""
-
-    x: Tensor
-    up: Tensor | None
-    dy: Tensor | None
-    activation: str
-    # gate and up are the halves of x
-    is_packed: bool = False
-
-    @property
-    def is_backward(self) -> bool:
-        return self.dy is not None
-
-
-def _read(x: Source, block: int) -> _Read | None:
+def _read(x: Computed, block: int) -> _Read | None:
     """None for what no kernel reads. ``block``: a multiple of the columns of the halves of a packed gradient."""
-    if isinstance(x, Tensor):
-        return _Read(x, None, None, "none")
     (first, *up), dy, is_packed = x.inputs, x.gradient, x.is_packed
     if dy is not None:
         if dy.dtype != first.dtype or up or (is_packed and first.shape[1] % (2 * block)):
-            # of gate and up there is one launch for both gradients, see `pair`
+            # of gate and up there is one launch for both gradients, see `cast_pair`
             return None
         dy = _rows_apart(dy)
-    return _Read(first.contiguous(), up[0].contiguous() if up else None, dy, x.activation, is_packed)
-
-
-def layout_of(want: Want) -> str:
-    """``"rows"``, ``"columns"`` or ``"both"``."""
-    if not want.columns:
-        return "rows"
-    return "both" if want.rows else "columns"
+    return first.contiguous(), up[0].contiguous() if up else None, dy, is_packed
 
 
 # Casts with one scale
 
 
-def one_scale(
-    x: Source,
-    format: str,
-    slot: Slot,
-    opened: Opened,
-    layout: str,
-    sums: bool,
-    adjust: Callable[[Tensor], object] | None,
-) -> Memory | None:
+def one_scale(x: Source, scaling: Scaling, slot: Slot, opened: Opened, want: Want, adjust: Adjust) -> Cast | None:
     """A cast with one scale for the tensor.
 
     Args:
         x: the tensor, not empty.
-        format: of the codes.
+        scaling: its scaling.
         slot: of the tensor.
         opened: what the cast reads and writes of the state.
-        layout: ``"rows"``, ``"columns"`` or ``"both"``.
-        sums: whether columns are added up.
-        adjust: changes the measured amax in place before the scale is computed from it.
+        want: what is asked for.
+        adjust: changes the measured amax in place before the scale is computed from it; or None.
     """
-    read = _read(x, 1)
-    kernel = (
-        None if read is None else cast_kernel(read.x.device, read.x.dtype, format, read.activation, read.is_backward)
-    )
-    if read is None or kernel is None:
-        return None
-    source, is_transposed = read.x, False
-    if read.activation == "none" and source.stride(1) != 1:
-        source, is_transposed = (source.contiguous(), False) if sums else by_rows(source)
-        layout = _TRANSPOSED[layout] if is_transposed else layout
-    shape = source.shape if isinstance(x, Tensor) else x.shape
-    result = new_result(slot, opened, source.device, shape, layout, sums, adjust)
-    if read.up is None:
-        casts.cast_transpose(kernel, source, result, read.dy, read.is_packed)
+    up = dy = None
+    if isinstance(x, Tensor):
+        source, activation, is_packed = x, "none", False
     else:
-        casts.cast_gated(kernel, source, read.up, result)
-    memory = of_result(result)
-    return memory._replace(rows=memory.columns, columns=memory.rows) if is_transposed else memory
+        read = _read(x, 1)
+        if read is None:
+            return None
+        activation, (source, up, dy, is_packed) = x.activation, read
+    shape, device = x.shape, source.device
+    kernel = cast_kernel(device, source.dtype, scaling.format, activation, dy is not None)
+    if kernel is None:
+        return None
+    # codes by columns may be a view of those by rows
+    is_view = scaling.is_view(device, shape)
+    rows, columns, is_transposed = want.rows or is_view, want.columns and not is_view, False
+    if activation == "none" and source.stride(1) != 1:
+        source, is_transposed = (source.contiguous(), False) if want.sums else by_rows(source)
+    if is_transposed:
+        result = new_result(slot, opened, device, source.shape, columns, rows, want.sums, adjust)
+    else:
+        result = new_result(slot, opened, device, shape, rows, columns, want.sums, adjust)
+    if up is None:
+        casts.cast_transpose(kernel, source, result, dy, is_packed)
+    else:
+        casts.cast_gated(kernel, source, up, result)
+    return _cast_of(result, scaling, want, is_view, is_transposed)
 
 
-# the layout of a transposed tensor's codes
-_TRANSPOSED = {"rows": "columns", "columns": "rows", "both": "both"}
+# changes an amax in place, or None
+Adjust = Callable[[Tensor], object] | None
+
+
+def _cast_of(
+    result: casts.Result, scaling: Scaling, want: Want, is_view: bool = False, is_transposed: bool = False
+) -> Cast:
+    """What a kernel has written, as a cast."""
+    codes, turned, scale_inv = result.y, result.y_t, result.scale_inv
+    if is_transposed:
+        codes, turned = turned, codes
+    if is_view and codes is not None:
+        turned = codes.t() if want.columns else None
+        codes = codes if want.rows else None
+    return Cast(
+        None if codes is None else Operand(codes, scale_inv, scaling),
+        None if turned is None else Operand(turned, scale_inv, scaling),
+        _total(result.column_sums),
+    )
 
 
 def one_scale_of_groups(
-    x: Tensor, format: str, slot: Slot, opened: Opened, layout: str, sums: bool, groups: Groups
-) -> Memory | None:
+    x: Tensor, scaling: Scaling, slot: Slot, opened: Opened, want: Want, groups: Groups
+) -> Cast | None:
     """The same of groups of rows, x ``[P, K]`` in their places: ``scale_inv [E]``, sums ``[E, K]``."""
-    kernel = cast_kernel(x.device, x.dtype, format, "none", False)
+    kernel = cast_kernel(x.device, x.dtype, scaling.format, "none", False)
     if kernel is None:
         return None
-    result = new_result(slot, opened, x.device, x.shape, layout, sums, None, groups)
+    result = new_result(slot, opened, x.device, x.shape, want.rows, want.columns, want.sums, None, groups)
     casts.cast_transpose(kernel, x, result)
-    memory = of_result(result, total=False)
-    if memory.sums is None:
-        return memory
+    sums, cast = result.column_sums, _cast_of(result._replace(column_sums=None), scaling, want)
+    if sums is None:
+        return cast
     # those of tiles that belong to no group come after all others
     tiles = torch.div(groups.edges, casts.TILE_ROWS, rounding_mode="floor").long()
-    of_groups = torch.segment_reduce(memory.sums, "sum", offsets=tiles, axis=0, unsafe=True, initial=0.0)
-    return memory._replace(sums=of_groups.view(len(slot.index), -1))
+    of_groups = torch.segment_reduce(sums, "sum", offsets=tiles, axis=0, unsafe=True, initial=0.0)
+    return cast._replace(sums=of_groups.view(len(slot.index), -1))
 
 
 def one_scale_of_pair(
-    pair: Computed,
-    format: str,
-    slots: Sequence[Slot],
-    opened: Sequence[Opened],
-    layout: str,
-    sums: bool,
-    adjust: Callable[[Tensor], object] | None,
-) -> list[Memory] | None:
+    pair: Computed, scaling: Scaling, slots: Sequence[Slot], opened: Sequence[Opened], want: Want, adjust: Adjust
+) -> list[Cast] | None:
     """The gradients of gate and up, each a tensor of its own, in one launch."""
     (gate, up), dy = pair.inputs, pair.gradient
-    kernel = None if dy is None else cast_kernel(dy.device, dy.dtype, format, pair.activation, True)
+    kernel = None if dy is None else cast_kernel(dy.device, dy.dtype, scaling.format, pair.activation, True)
     if dy is None or kernel is None or gate.dtype != dy.dtype:
         return None
-    places = zip(slots, opened, strict=True)
-    first, second = (new_result(*place, gate.device, gate.shape, layout, sums, adjust) for place in places)
+    is_view = scaling.is_view(gate.device, gate.shape)
+    layouts = want.rows or is_view, want.columns and not is_view
+    first, second = (
+        new_result(*place, gate.device, gate.shape, *layouts, want.sums, adjust)
+        for place in zip(slots, opened, strict=True)
+    )
     casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), first, _rows_apart(dy), second)
-    return [of_result(first), of_result(second)]
+    return [_cast_of(result, scaling, want, is_view) for result in (first, second)]
 
 
 def new_result(
@@ -164,13 +145,14 @@ def new_result(
     opened: Opened,
     device: torch.device,
     shape: Sequence[int],
-    layout: str,
+    by_rows: bool,
+    by_columns: bool,
     sums: bool,
-    adjust: Callable[[Tensor], object] | None,
+    adjust: Adjust,
     groups: Groups | None = None,
 ) -> casts.Result:
-    """What a kernel reads of the state, and memory for what it writes about a tensor of this shape. Of groups, each has
-    a scale; 1 where it has no row."""
+    """What a kernel reads of the state, and memory for what it writes about a tensor of this shape, in these layouts.
+    Of groups, each has a scale; 1 where it has no row."""
     rows, columns = shape
     scale_from, index, current = int(slot.casting), slot.index, None
     if opened.history is not None:
@@ -186,9 +168,8 @@ def new_result(
             scale, newest = state.scale, state.amax_history
     if not opened.is_known:
         current = torch.zeros(() if groups is None else index.shape, dtype=torch.float32, device=device)
-    # of torch's ways to allocate, the one that takes the least host time
-    y = new_codes(device, rows if layout != "columns" else 0, columns if layout != "columns" else 0)
-    y_t = new_codes(device, *(columns_shape(rows, columns) if layout != "rows" else (0, 0)))
+    y = new_codes(device, rows, columns) if by_rows else None
+    y_t = new_codes(device, *columns_shape(rows, columns)) if by_columns else None
     partial = _new_sums(device, shape, sums)
     if groups is None:
         scale_inv, of_tile = empty_strided((), (), dtype=torch.float32, device=device), None
@@ -198,101 +179,64 @@ def new_result(
     return casts.Result(scale, newest, index, opened.amax, *outputs, of_tile, scale_from)
 
 
-def of_result(result: casts.Result, total: bool = True) -> Memory:
-    """The outputs; with ``total`` the sums of all tiles."""
-    sums = _total(result.column_sums) if total else result.column_sums
-    return Memory(_if_any(result.y), _if_any(result.y_t), result.scale_inv, result.scale_inv, sums)
-
-
-def _if_any(codes: Tensor) -> Tensor | None:
-    return codes if codes.numel() else None
-
-
 # Casts in blocks
 
 
-def in_blocks(
-    x: Source, slot: Slot, opened: Opened, layout: str, sums: bool, new_scales: NewScales, mx: bool, power_of_2: bool
-) -> Memory | None:
+def in_blocks(x: Source, scaling: InBlocks, slot: Slot, opened: Opened, want: Want) -> Cast | None:
     """A cast with scales for blocks along a row of each layout, of their own values, all in E4M3, in one launch.
 
     Args:
         x: the tensor, not empty.
+        scaling: its scaling.
         slot: of the tensor.
         opened: what the cast writes of the state.
-        layout: ``"rows"``, ``"columns"`` or ``"both"``.
-        sums: whether columns are added up.
-        new_scales: makes memory for the scales of codes of this shape.
-        mx: whether these are in E8M0.
-        power_of_2: whether those in fp32 are rounded down to powers of two.
+        want: what is asked for.
     """
-    read = _read(x, block_casts.BLOCK)
-    kernel = _kernel_in_blocks(read, mx)
-    if read is None or kernel is None:
+    read = (x, None, None, False) if isinstance(x, Tensor) else _read(x, block_casts.BLOCK)
+    if read is None:
         return None
-    source = _rows_apart(read.x)
-    shape = source.shape if isinstance(x, Tensor) else x.shape
-    memory, result = _new_blocks(slot, opened, source.device, shape, layout, sums, new_scales)
-    if read.up is None:
-        block_casts.cast(kernel, source, result, read.dy, read.is_packed, power_of_2)
+    source, up, dy, is_packed = read
+    activation = "none" if isinstance(x, Tensor) else x.activation
+    kernel = block_cast_kernel(source.device, source.dtype, scaling.in_e8m0, activation, dy is not None)
+    if kernel is None:
+        return None
+    source = _rows_apart(source)
+    cast, result = _new_blocks(scaling, slot, opened, source.device, x.shape, want)
+    if up is None:
+        block_casts.cast(kernel, source, result, dy, is_packed, scaling.rounds_down)
     else:
-        block_casts.cast_gated(kernel, source, read.up, result, power_of_two=power_of_2)
-    return memory._replace(sums=_total(result.column_sums))
-
-
-NewScales = Callable[[torch.device, int, int], Tensor]
+        block_casts.cast_gated(kernel, source, up, result, power_of_two=scaling.rounds_down)
+    return cast._replace(sums=_total(result.column_sums))
 
 
 def pair_in_blocks(
-    pair: Computed,
-    slots: Sequence[Slot],
-    opened: Sequence[Opened],
-    layout: str,
-    sums: bool,
-    new_scales: NewScales,
-    mx: bool,
-    power_of_2: bool,
-) -> list[Memory] | None:
+    pair: Computed, scaling: InBlocks, slots: Sequence[Slot], opened: Sequence[Opened], want: Want
+) -> list[Cast] | None:
     """The gradients of gate and up in one launch."""
     (gate, up), dy = pair.inputs, pair.gradient
-    kernel = _kernel_in_blocks(_Read(gate, up, dy, pair.activation), mx)
+    kernel = block_cast_kernel(gate.device, gate.dtype, scaling.in_e8m0, pair.activation, dy is not None)
     if dy is None or kernel is None or gate.dtype != dy.dtype:
         return None
-    (memory, result), (of_up, second) = (
-        _new_blocks(*place, gate.device, gate.shape, layout, sums, new_scales)
-        for place in zip(slots, opened, strict=True)
-    )
-    block_casts.cast_gated(kernel, gate.contiguous(), up.contiguous(), result, _rows_apart(dy), second, power_of_2)
-    made = (memory, result), (of_up, second)
-    return [memory._replace(sums=_total(result.column_sums)) for memory, result in made]
-
-
-def _kernel_in_blocks(read: _Read | None, mx: bool) -> Kernel | None:
-    if read is None:
-        return None
-    return block_cast_kernel(read.x.device, read.x.dtype, mx, read.activation, read.is_backward)
+    made = [_new_blocks(scaling, *place, gate.device, gate.shape, want) for place in zip(slots, opened, strict=True)]
+    (_, first), (_, second) = made
+    gate, up, dy = gate.contiguous(), up.contiguous(), _rows_apart(dy)
+    block_casts.cast_gated(kernel, gate, up, first, dy, second, scaling.rounds_down)
+    return [cast._replace(sums=_total(result.column_sums)) for cast, result in made]
 
 
 def _new_blocks(
-    slot: Slot,
-    opened: Opened,
-    device: torch.device,
-    shape: Sequence[int],
-    layout: str,
-    sums: bool,
-    new_scales: NewScales,
-) -> tuple[Memory, block_casts.Result]:
+    scaling: InBlocks, slot: Slot, opened: Opened, device: torch.device, shape: Sequence[int], want: Want
+) -> tuple[Cast, block_casts.Result]:
     rows, columns = shape
-    by_rows = by_columns = None
-    if layout != "columns":
-        by_rows = new_codes(device, rows, columns), new_scales(device, rows, columns)
-    if layout != "rows":
-        by_columns = new_codes(device, *columns_shape(rows, columns)), new_scales(device, columns, rows)
+
+    def new(codes: tuple[int, int], *scales: int) -> Operand:
+        return Operand(new_codes(device, *codes), scaling.new_scales(device, *scales), scaling)
+
+    by_rows = new((rows, columns), rows, columns) if want.rows else None
+    by_columns = new(columns_shape(rows, columns), columns, rows) if want.columns else None
+    first, second = (None if operand is None else operand[:2] for operand in (by_rows, by_columns))
     recorded = None if opened.amax is None else (slot.index, opened.amax)
-    partial = _new_sums(device, shape, sums)
-    (codes, scale_inv), (turned, turned_inv) = by_rows or (None, None), by_columns or (None, None)
-    memory = Memory(codes, turned, scale_inv, turned_inv, None)
-    return memory, block_casts.Result(recorded, by_rows, by_columns, partial)
+    return Cast(by_rows, by_columns), block_casts.Result(recorded, first, second, _new_sums(device, shape, want.sums))
 
 
 def measure_weights(of: Sequence[Tensor]) -> Tensor:
@@ -310,6 +254,7 @@ def measure_weights(of: Sequence[Tensor]) -> Tensor:
 
 def new_codes(device: torch.device, rows: int, columns: int) -> Tensor:
     """Uninitialised codes ``[rows, columns]``."""
+    # of torch's ways to allocate, the one that takes the least host time
     return empty_strided((rows, columns), (columns, 1), dtype=torch.uint8, device=device)
 
 
@@ -349,40 +294,44 @@ class WeightScales(NamedTuple):
     mx: bool = False
     power_of_2: bool = False
 
-    @property
-    def in_blocks(self) -> bool:
-        """Whether blocks of a weight have scales."""
-        return self.squares or self.mx
-
 
 def weights(
     of: Sequence[Tensor],
+    scaling: Scaling,
     slots: Sequence[Slot],
     out: Sequence[Cast | None],
     scales: WeightScales,
-    columns: bool,
-    is_view: IsView,
-) -> list[Memory] | None:
+    want: Want,
+) -> list[Cast] | None:
     """Casts of weights by their own values, all in E4M3; in blocks by one launch, else by two. No weight is empty.
 
     Args:
         of: ``[N, K]`` each.
+        scaling: of all.
         slots: theirs.
         out: for each a cast whose codes are written; None for new memory.
         scales: what has a scale.
-        columns: whether new casts are also made by columns.
-        is_view: whether the codes by columns are a view of those by rows.
+        want: of new casts, which are always made by rows.
     """
     kernel = weights_kernel(of[0].device, scales.squares, scales.mx)
     if kernel is None or any(weight.dtype not in casts.INPUTS for weight in of):
         return None
-    new = _memory_by_stack([weight for weight, target in zip(of, out, strict=True) if target is None], columns, is_view)
-    memory = [next(new) if target is None else _codes_of(target, is_view(weight)) for weight, target in zip(of, out)]
-    return _launch_weights(kernel, of, slots, memory, scales)
+    views = [scaling.is_view(weight.device, weight.shape) for weight in of]
+    news = [
+        (weight, want.columns and not is_view)
+        for weight, target, is_view in zip(of, out, views, strict=True)
+        if target is None
+    ]
+    new = _memory_by_stack(news)
+    codes = [
+        next(new) if target is None else _codes_of(target, is_view) for target, is_view in zip(out, views, strict=True)
+    ]
+    inverses = _launch_weights(kernel, of, slots, codes, scales)
+    return [_cast_of_weight(scaling, *parts, want) for parts in zip(codes, inverses, views, out, strict=True)]
 
 
-IsView = Callable[[Tensor], bool]
 _Codes = tuple[Tensor | None, Tensor | None]
+_Inverses = tuple[Tensor, Tensor]
 
 
 def _codes_of(cast: Cast, is_view: bool) -> _Codes:
@@ -390,15 +339,30 @@ def _codes_of(cast: Cast, is_view: bool) -> _Codes:
     return rows, None if is_view else columns
 
 
-def _memory_by_stack(of: Sequence[Tensor], columns: bool, is_view: IsView) -> Iterator[_Codes]:
-    """Memory for codes; that for matrices of one parameter lies side by side, in their order."""
+def _cast_of_weight(
+    scaling: Scaling, codes: _Codes, inverses: _Inverses, is_view: bool, target: Cast | None, want: Want
+) -> Cast:
+    by_rows, turned = codes
+    if is_view and by_rows is not None and want.columns:
+        # a view that compiled code reads stays the same object
+        turned = by_rows.t() if target is None or target.columns is None else target.columns.codes
+    rows, columns = (
+        None if made is None else Operand(made, inverse, scaling)
+        for made, inverse in zip((by_rows, turned), inverses, strict=True)
+    )
+    return Cast(rows, columns)
+
+
+def _memory_by_stack(of: Sequence[tuple[Tensor, bool]]) -> Iterator[_Codes]:
+    """Memory for codes of weights, also by columns where said; that for matrices of one parameter lies side by side, in
+    their order."""
     stacks: dict[tuple[int, torch.Size], list[int]] = {}
-    for at, weight in enumerate(of):
+    for at, (weight, _) in enumerate(of):
         stacks.setdefault((weight.untyped_storage().data_ptr(), weight.shape), []).append(at)
     memory: dict[int, _Codes] = {}
     for places in stacks.values():
-        weight = of[places[0]]
-        shapes = weight.shape, columns_shape(*weight.shape) if columns and not is_view(weight) else None
+        weight, columns = of[places[0]]
+        shapes = weight.shape, columns_shape(*weight.shape) if columns else None
         made = (
             [None] * len(places) if shape is None else weight.new_empty(len(places), *shape, dtype=torch.uint8)
             for shape in shapes
@@ -409,7 +373,7 @@ def _memory_by_stack(of: Sequence[Tensor], columns: bool, is_view: IsView) -> It
 
 def _launch_weights(
     kernel: Kernel, of: Sequence[Tensor], slots: Sequence[Slot], codes: Sequence[_Codes], scales: WeightScales
-) -> list[Memory]:
+) -> list[_Inverses]:
     if len(of) > 1 and is_capturing(of[0].is_cuda):
         # a table is copied from the host, whose memory the graph would read again whenever it is replayed
         each = zip(of, slots, codes, strict=True)
@@ -423,7 +387,4 @@ def _launch_weights(
     scale, amax = (None, None) if state is None else (state.scale, state.amax)
     casts.cast_weights(kernel, table, scale, amax, scales.power_of_2)
     inverses = zip(table.scale_inv, table.scale_inv_t, strict=True)
-    return [
-        Memory(*pair, *(both[::-1] if is_transposed else both), None)
-        for pair, both, is_transposed in zip(codes, inverses, turned)
-    ]
+    return [both[::-1] if is_transposed else both for both, is_transposed in zip(inverses, turned, strict=True)]

@@ -19,11 +19,10 @@ from lightning_fp8.ops.arithmetic import of_rows, per_element
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.dequantize import exact_values
 from lightning_fp8.ops.formats import Role
-from lightning_fp8.scalings import emulation, launches
+from lightning_fp8.scalings import emulation
 from lightning_fp8.scalings.base import Scaling
-from lightning_fp8.scalings.group_kernels import both_taken
-from lightning_fp8.scalings.launches import WeightScales
-from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
+from lightning_fp8.scalings.in_blocks import InBlocks
+from lightning_fp8.scalings.operand import Operand
 from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
 from lightning_fp8.scalings.unscaled import Unscaled
 
@@ -34,7 +33,7 @@ SIZE = e8m0.BLOCK
 
 
 @dataclass(frozen=True)
-class MX(Scaling):
+class MX(InBlocks):
     """``scale_inv`` is ``[*] uint8``, ``amax / 448`` rounded up to a power of two, in the order that hardware reads,
     see :func:`lightning_fp8.ops.e8m0.to_tiles`. A block with an inf or NaN is NaN.
 
@@ -42,15 +41,14 @@ class MX(Scaling):
     the former by columns, ``[ceil(M/32), K]``: over such rows no product sums in blocks.
 
     Attributes:
-        squares: squares of 32 x 32 have scales. Codes are then those of both layouts, but the order of scales is not.
+        squares: of 32 x 32. Codes are then those of both layouts, but the order of scales is not.
     """
 
     kind: ClassVar[str] = "mx"
     file_kind: ClassVar[str] = "group"
     block: ClassVar[int] = SIZE
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
-
-    squares: bool = False
+    in_e8m0: ClassVar[bool] = True
 
     @override
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
@@ -131,34 +129,8 @@ class MX(Scaling):
     # On a GPU
 
     @override
-    def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
-        if self.squares or self.format != "e4m3":
-            return None
-        opened, layout = slot.open(False), launches.layout_of(want)
-        made = launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, True, False)
-        return None if made is None else self.made(made)
-
-    @override
-    def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
-        if self.squares or self.format != "e4m3":
-            return None
-        opened, layout = [slot.open(False) for slot in slots], launches.layout_of(want)
-        made = launches.pair_in_blocks(pair, slots, opened, layout, want.sums, self.new_scales, True, False)
-        return self.all_made(made)
-
-    @override
-    def weights_by_kernel(
-        self, weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
-    ) -> list[Cast] | None:
-        if self.format != "e4m3":
-            return None
-        scales = WeightScales(squares=self.squares, mx=True)
-        made = launches.weights(weights, slots, out, scales, want.columns, lambda weight: False)
-        return self.all_made(made)
-
-    @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        out = gemm.mx(*both_taken(a, b), bias, dtype)
+        out = gemm.mx(a, b, bias, dtype)
         return emulation.product_of_rounded_values(a, b, bias, dtype) if out is None else out
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from kernels_cuda import gemm as kernel_gemm
+from lightning_fp8.ops.cuda.groups import required
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.library import on_gpu
 from lightning_fp8.ops.operand import Groups
-from lightning_fp8.scalings import group_kernels
 from lightning_fp8.scalings.base import Scaling, column_sums
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
 
@@ -85,26 +86,26 @@ class OneScale(Scaling):
         self, a: Operand, b: Operand, bias: Tensor | None, groups: Groups, dtype: torch.dtype, fast: bool
     ) -> Tensor:
         if on_gpu(a.codes):
-            return group_kernels.by_rows(a, b, bias, groups, dtype, fast).index_select(0, groups.position)
+            return _by_rows(a, b, bias, groups, dtype, fast).index_select(0, groups.position)
         out = a.codes.new_zeros(len(a.codes), b.codes.shape[1], dtype=dtype)
         for group, part in enumerate(_each(groups)):
             if part.start < part.stop:
                 of_a = a._replace(codes=a.codes[part], scale_inv=a.scale_inv[group])
                 of_bias = None if bias is None else bias[group]
-                out[part] = self.multiply(of_a, matrix_of(b, group), of_bias, dtype, fast)
+                out[part] = self.emulated_product(of_a, matrix_of(b, group), of_bias, dtype)
         return out.index_select(0, groups.position)
 
     @override
     def multiply_depths(self, a: Operand, b: Operand, groups: Groups, dtype: torch.dtype) -> Tensor:
         if on_gpu(a.codes):
-            return group_kernels.by_depth(a, b, groups, dtype)
+            return _by_depth(a, b, groups, dtype)
         out = a.codes.new_zeros(len(a.scale_inv), len(a.codes), len(b.codes), dtype=dtype)
         for group, part in enumerate(_each(groups)):
             if part.start < part.stop:
                 of_a, of_b = (
                     side._replace(codes=side.codes[:, part], scale_inv=side.scale_inv[group]) for side in (a, b)
                 )
-                out[group] = self.multiply(of_a, of_b, None, dtype, False)
+                out[group] = self.emulated_product(of_a, of_b, None, dtype)
         return out
 
 
@@ -123,3 +124,25 @@ def _each(groups: Groups) -> list[slice]:
     edges = groups.edges.to(groups.position.dtype)
     sizes = torch.searchsorted(groups.position, edges).diff()
     return [slice(begin, begin + size) for begin, size in zip(edges.tolist(), sizes.tolist(), strict=False)]
+
+
+# On a GPU, each in one launch
+
+
+def _by_rows(a: Operand, b: Operand, bias: Tensor | None, groups: Groups, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a ``[P, K]``, b ``[E, N, K]``, bias ``[E, N]`` -> ``[P, N]``; rows of no group have any values."""
+    device = a.codes.device
+    kernel, configuration = required(device, "rows", a.scaling.format, b.scaling.format, dtype, not fast)
+    out = torch.empty(len(a.codes), b.codes.shape[1], dtype=dtype, device=device)
+    bias = None if bias is None else bias.contiguous()
+    kernel_gemm.gemm_by_rows(kernel, configuration, a[:2], b[:2], groups.of_tile, out, bias)
+    return out
+
+
+def _by_depth(a: Operand, b: Operand, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """a ``[M, P]``, b ``[N, P]`` -> ``[E, M, N]``, the sum over each group's part of P."""
+    device = a.codes.device
+    kernel, configuration = required(device, "depth", a.scaling.format, b.scaling.format, dtype, True)
+    out = torch.empty(len(a.scale_inv), len(a.codes), len(b.codes), dtype=dtype, device=device)
+    kernel_gemm.gemm_by_depth(kernel, configuration, a[:2], b[:2], groups.edges, out)
+    return out

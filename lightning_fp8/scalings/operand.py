@@ -100,6 +100,15 @@ class Slot(NamedTuple):
     group: str = ""
     generation: int = 0
 
+    def scaling_of(self, want: Want) -> Scaling | None:
+        """The scaling of all that is wanted; None if that has two."""
+        rows, columns = self.rows, self.columns
+        if rows is columns:
+            return rows
+        if want.rows and want.columns:
+            return rows if rows.name == columns.name else None
+        return rows if want.rows else columns
+
     @property
     def live_state(self) -> ScalingState | None:
         """The state, as long as its rows are those of the slot: none for a backward that begins before its model gets
@@ -119,8 +128,10 @@ class Slot(NamedTuple):
     @property
     def counts(self) -> bool:
         """Whether the losses of this cast are counted."""
-        state = self.live_state
-        return state is not None and self.record and state.model.counts.values is not None
+        state = self.state
+        if not self.record or state is None or state.model.counts.values is None:
+            return False
+        return self.live_state is not None
 
 
 class Opened(NamedTuple):

@@ -19,12 +19,11 @@ from lightning_fp8.ops.arithmetic import of_rows, per_element
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.cuda.layouts import multiplies_as_mx
 from lightning_fp8.ops.formats import Role
-from lightning_fp8.scalings import emulation, launches
+from lightning_fp8.scalings import emulation
 from lightning_fp8.scalings.base import Scaling
-from lightning_fp8.scalings.group_kernels import both_taken
-from lightning_fp8.scalings.launches import WeightScales
+from lightning_fp8.scalings.in_blocks import InBlocks
 from lightning_fp8.scalings.mx import MX
-from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Source, Want
+from lightning_fp8.scalings.operand import Cast, Operand
 from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
 
 if TYPE_CHECKING:
@@ -35,22 +34,26 @@ _AS_MX = {squares: MX(squares=squares) for squares in (False, True)}
 
 
 @dataclass(frozen=True)
-class PerBlock(Scaling):
+class PerBlock(InBlocks):
     """``scale = FP8_MAX / amax`` of a block; 1 where amax is not finite.
 
     ``scale_inv`` is ``float32``: ``[M, ceil(K/128)]`` with strides ``(1, M)``, which is what GEMMs read fastest, or
     ``[ceil(M/128), ceil(K/128)]`` of squares.
 
     Attributes:
-        squares: scales are those of squares, so that both layouts have the same codes.
+        squares: see :class:`InBlocks`; both layouts then have the same codes.
         powers_of_2: scales are rounded down to a power of two.
     """
 
     kind: ClassVar[str] = "per_block"
     file_kind: ClassVar[str] = "block"
 
-    squares: bool = False
     powers_of_2: bool = False
+
+    @property
+    @override
+    def rounds_down(self) -> bool:
+        return self.powers_of_2
 
     @property
     @override
@@ -138,7 +141,13 @@ class PerBlock(Scaling):
         return _AS_MX[self.squares] if self.powers_of_2 and multiplies_as_mx(device) else self
 
     @override
-    def as_multiplied(self, operand: Operand) -> Operand:
+    def as_multiplied(self, cast: Cast) -> Cast:
+        if not self.powers_of_2:
+            return cast
+        rows, columns = (None if side is None else self._as_multiplied(side) for side in cast[:2])
+        return Cast(rows, columns, cast.sums)
+
+    def _as_multiplied(self, operand: Operand) -> Operand:
         scaling = self.multiplied_as(operand.codes.device)
         if scaling is self:
             return operand
@@ -148,35 +157,8 @@ class PerBlock(Scaling):
         return Operand(operand.codes, tiles, scaling)
 
     @override
-    def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
-        if self.squares or self.format != "e4m3":
-            return None
-        opened, layout = slot.open(False), launches.layout_of(want)
-        made = launches.in_blocks(x, slot, opened, layout, want.sums, self.new_scales, False, self.powers_of_2)
-        return None if made is None else self.made(made)
-
-    @override
-    def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
-        if self.squares or self.format != "e4m3":
-            return None
-        opened, layout = [slot.open(False) for slot in slots], launches.layout_of(want)
-        scales = self.new_scales, False, self.powers_of_2
-        made = launches.pair_in_blocks(pair, slots, opened, layout, want.sums, *scales)
-        return self.all_made(made)
-
-    @override
-    def weights_by_kernel(
-        self, weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
-    ) -> list[Cast] | None:
-        if not self.squares or self.format != "e4m3":
-            return None
-        scales = WeightScales(squares=True, power_of_2=self.powers_of_2)
-        made = launches.weights(weights, slots, out, scales, want.columns, lambda weight: False)
-        return self.all_made(made)
-
-    @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        out = gemm.in_blocks(*both_taken(a, b), bias, dtype)
+        out = gemm.in_blocks(a, b, bias, dtype)
         return self.emulated_product(a, b, bias, dtype) if out is None else out
 
 

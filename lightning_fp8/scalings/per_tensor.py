@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
@@ -19,7 +19,7 @@ from lightning_fp8.ops.counting import count
 from lightning_fp8.ops.cuda import gemm
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.ops.operand import Groups
-from lightning_fp8.scalings import emulation, group_kernels, launches
+from lightning_fp8.scalings import emulation, launches
 from lightning_fp8.scalings.base import ROUNDING, column_sums, record
 from lightning_fp8.scalings.launches import WeightScales
 from lightning_fp8.scalings.one_scale import OneScale
@@ -88,7 +88,7 @@ class PerTensor(OneScale):
 
     def _adjusts(self, slot: Slot) -> bool:
         """Whether a scale by own values follows from another amax than that of this tensor."""
-        return slot.casting is Casting.HISTORY and not self.delayed and bool(self.margin or slot.group)
+        return not self.delayed and slot.casting is Casting.HISTORY and bool(self.margin or slot.group)
 
     def _asked(self, amax: Tensor, slot: Slot) -> Tensor:
         """The amax ``[] float32`` that a scale by own values follows from: the tensor's, or its group's largest, times
@@ -125,26 +125,14 @@ class PerTensor(OneScale):
 
     @override
     def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
-        first = x if isinstance(x, Tensor) else x.inputs[0]
-        is_view = self.is_view(first.device, x.shape)
-        opened = slot.open(self.delayed)
-        layout = _layout(want, is_view)
-        made = launches.one_scale(x, self.format, slot, opened, layout, want.sums, self._adjust(slot))
-        if made is None:
-            return None
-        return _with_view(self.made(made), want) if is_view else self.made(made)
+        adjust = functools.partial(self._replace_amax, slot) if self._adjusts(slot) else None
+        return launches.one_scale(x, self, slot, slot.open(self.delayed), want, adjust)
 
     @override
     def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
-        is_view = self.is_view(pair.inputs[0].device, pair.inputs[0].shape)
         opened = [slot.open(self.delayed) for slot in slots]
-        layout = _layout(want, is_view)
-        made = launches.one_scale_of_pair(pair, self.format, slots, opened, layout, want.sums, self._adjust(slots[0]))
-        casts = self.all_made(made)
-        return [_with_view(cast, want) for cast in casts] if casts is not None and is_view else casts
-
-    def _adjust(self, slot: Slot) -> Callable[[Tensor], object] | None:
-        return functools.partial(self._replace_amax, slot) if self._adjusts(slot) else None
+        adjust = functools.partial(self._replace_amax, slots[0]) if self._adjusts(slots[0]) else None
+        return launches.one_scale_of_pair(pair, self, slots, opened, want, adjust)
 
     def _replace_amax(self, slot: Slot, amax: Tensor) -> None:
         amax.copy_(self._asked(amax, slot))
@@ -153,48 +141,18 @@ class PerTensor(OneScale):
     def weights_by_kernel(
         self, weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
     ) -> list[Cast] | None:
-        if self.format != "e4m3":
-            return None
-        made = launches.weights(
-            weights, slots, out, WeightScales(), want.columns, lambda weight: self.is_view(weight.device, weight.shape)
-        )
-        if made is None:
-            return None
-        return [
-            self._weight(memory, target, want, self.is_view(weight.device, weight.shape))
-            for memory, target, weight in zip(made, out, weights, strict=True)
-        ]
-
-    def _weight(self, memory: launches.Memory, target: Cast | None, want: Want, is_view: bool) -> Cast:
-        cast = self.made(memory)
-        if not is_view or cast.rows is None or not want.columns:
-            return cast
-        # a view that compiled code reads stays the same object
-        turned = cast.rows.codes.t() if target is None or target.columns is None else target.columns.codes
-        return cast._replace(columns=cast.rows._replace(codes=turned))
+        return launches.weights(weights, self, slots, out, WeightScales(), want) if self.format == "e4m3" else None
 
     @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        return gemm.one_scale(*group_kernels.both_taken(a, b), bias, dtype, fast)
+        return gemm.one_scale(a, b, bias, dtype, fast)
 
     @override
     def _groups_by_kernel(self, x: Tensor, slot: Slot, groups: Groups, want: Want) -> Cast:
-        opened, layout = slot.open(self.delayed), _layout(want, False)
-        made = launches.one_scale_of_groups(x, self.format, slot, opened, layout, want.sums, groups)
+        made = launches.one_scale_of_groups(x, self, slot, slot.open(self.delayed), want, groups)
         if made is None:
             raise RuntimeError(f"There is no cast of groups of rows for {x.dtype} on {x.device}.")
-        return self.made(made)
-
-
-def _layout(want: Want, is_view: bool) -> str:
-    return "rows" if is_view else launches.layout_of(want)
-
-
-def _with_view(cast: Cast, want: Want) -> Cast:
-    """With the operand by columns as a view of that by rows."""
-    rows = cast.rows
-    columns = rows._replace(codes=rows.codes.t()) if want.columns and rows is not None else None
-    return Cast(rows if want.rows else None, columns, cast.sums)
+        return made
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fp8.scalings.base import column_sums
+from lightning_fp8.scalings.base import CastOperator, column_sums
 from lightning_fp8.scalings.one_scale import OneScale
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Source, Want, value_of
 
@@ -46,16 +46,17 @@ class Unscaled(OneScale):
         return self.cast(w, slot, want)
 
     @override
+    def cast_by(self, operator: CastOperator, x: Tensor, slot: Slot, want: Want) -> Cast:
+        # compilers see it as what it is
+        return self.cast(x, slot, want)
+
+    @override
     def no_codes(self, x: Tensor, want: Want) -> Tensor:
         return torch.zeros(x.shape, dtype=want.dtype or x.dtype, device=x.device)
 
     @override
     def values(self, operand: Operand) -> Tensor:
         return operand.codes.float()
-
-    @override
-    def multiply(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        return self.emulated_product(a, b, bias, dtype)
 
     @override
     def emulated_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -199,3 +199,14 @@ def test_a_layers_own_config_stays_its_own(make: Any) -> None:
     layer.config = other = SimpleNamespace(width=16)
     assert pickle.loads(pickle.dumps(model))[0].config == other
     assert unconvert(model)[0].config is other
+
+
+def test_experts_in_fp8_only_in_inference_mode() -> None:
+    """As Lightning validates and predicts."""
+    layer, (index, weights) = experts().requires_grad_(False), routing()
+    convert(layer, frozen_weights="fp8").eval()
+    x = torch.randn(TOKENS, WIDTH)
+    with torch.no_grad():
+        expected = layer(x, index, weights)
+    with torch.inference_mode():
+        assert torch.equal(layer(x, index, weights), expected)

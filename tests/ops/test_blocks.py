@@ -16,7 +16,6 @@ from lightning_fp8.ops.cuda.plain import check_blocks, product_of_blocks
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scaling.plan import plan_of
 from lightning_fp8.scalings.emulation import product_of_blocks as product_of_the_reference
-from lightning_fp8.scalings.group_kernels import both_taken
 from lightning_fp8.scalings.operand import Operand, Slot, Want
 from lightning_fp8.scalings.products import multiply
 
@@ -116,17 +115,16 @@ def test_products_are_those_of_the_values(m: int, n: int, k: int, squares: bool)
 def test_products_by_torch_are_those_of_the_reference(m: int, n: int, k: int, squares: bool) -> None:
     """cuBLASLt reads the scales of 333 rows as if they were 336."""
     both = operands(torch.randn(m, k), torch.randn(n, k), squares)
-    taken = both_taken(*both)
     for bias in (None, torch.randn(n)):
         # as codes by columns
         longer = torch.nn.functional.pad(both[1].codes, (0, padded(k) - k))
         assert torch.equal(
-            product_of_blocks(taken[0], taken[1]._replace(payload=longer), bias, torch.float32),
-            product_of_blocks(*taken, bias, torch.float32),
+            product_of_blocks(both[0], both[1]._replace(codes=longer), bias, torch.float32),
+            product_of_blocks(*both, bias, torch.float32),
         )
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
             expected = product_of_the_reference(*both, bias, dtype)
-            found = product_of_blocks(*taken, bias, dtype)
+            found = product_of_blocks(*both, bias, dtype)
             assert found.is_contiguous()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 

@@ -17,7 +17,7 @@ from kernels_cuda import gemm as kernel_gemm
 from kernels_cuda.gemm_variants import configurations
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.ops.cuda import kernels, plain, rule
-from lightning_fp8.ops.operand import Fp8Tensor
+from lightning_fp8.scalings.operand import Operand
 from lightning_fp8.scalings.recipe import Recipe
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -44,9 +44,9 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "configuration_for", lambda *_: configurations((9, 0))[-1])
     monkeypatch.setattr(kernels, "gemm_kernel", lambda *_: object())
 
-    def write_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(len(a.payload), len(b.payload), dtype=dtype)
-        write(None, None, a.payload, b.payload, out)
+    def write_mx(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(a.codes), len(b.codes), dtype=dtype)
+        write(None, None, a.codes, b.codes, out)
         return out
 
     monkeypatch.setattr(plain, "scaled_mm_mx", write_mx)

@@ -20,7 +20,6 @@ from lightning_fp8 import DelayedScaling, convert
 from lightning_fp8.core.casts import scaled_mm
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import gemm, rule
-from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.scalings.operand import Operand
 from lightning_fp8.scalings.per_tensor import PerTensor
@@ -39,18 +38,17 @@ def gemms(strict_products: None, monkeypatch: pytest.MonkeyPatch) -> Gemms:
     return Gemms(monkeypatch)
 
 
-def operands(m: int, n: int, k: int) -> tuple[Fp8Tensor, Fp8Tensor]:
-    return Fp8Tensor(random_payload(m, k, "e5m2"), A_INV, "e5m2"), Fp8Tensor(
-        random_payload(n, k, "e4m3"), B_INV, "e4m3"
-    )
+def operands(m: int, n: int, k: int) -> tuple[Operand, Operand]:
+    a, b = random_payload(m, k, "e5m2"), random_payload(n, k, "e4m3")
+    return Operand(a, A_INV, PerTensor("e5m2")), Operand(b, B_INV, PerTensor())
 
 
 def assert_one_rounding(
-    actual: Tensor, a: Fp8Tensor, b: Fp8Tensor, addend: Tensor | float = 0.0, of_sums: float = 2e-6
+    actual: Tensor, a: Operand, b: Operand, addend: Tensor | float = 0.0, of_sums: float = 2e-6
 ) -> None:
     """Half a unit in the last place away from fp64 at most, plus ``of_sums`` times the magnitudes for sums in fp32."""
     inv = (A_INV * B_INV).double()
-    of_a, of_b = values(a.payload, "e5m2"), values(b.payload, "e4m3")
+    of_a, of_b = values(a.codes, "e5m2"), values(b.codes, "e4m3")
     exact = of_a @ of_b.T * inv + addend
     magnitude = of_a.abs() @ of_b.T.abs() * inv
     allowed = exact.abs() * torch.finfo(actual.dtype).eps / 2 + magnitude * of_sums + 1e-7
@@ -125,7 +123,7 @@ def test_payloads_may_lie_anywhere(gemms: Gemms) -> None:
         lambda t: torch.cat([t.new_zeros(5), t.flatten()])[5:].view(t.shape),
         lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
     ):
-        placed = (operand._replace(payload=place(operand.payload)) for operand in (a, b))
+        placed = (operand._replace(codes=place(operand.codes)) for operand in (a, b))
         out = gemm.one_scale(*placed, None, torch.float32, False)
         assert_one_rounding(out, a, b)
     assert len(gemms.kernels) == 4
@@ -180,8 +178,7 @@ def test_kernels_from_their_sources_are_given_what_they_take(
     run_as(H100, monkeypatch)
     a, b = operands(70, 37, 300)
     bias = torch.randn(37)
-    operand_a, operand_b = (Operand(one.payload, one.scale_inv, PerTensor(one.format)) for one in (a, b))
-    out = scaled_mm(operand_a, operand_b, bias, torch.float32, False)
+    out = scaled_mm(a, b, bias, torch.float32, False)
     assert_one_rounding(out, a, b, bias.double(), ACCUMULATION[True])
     assert {name.split()[0]: count for name, count in cuda_half.items()} == {"gemm_sm90": 1}
 

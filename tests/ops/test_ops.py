@@ -28,7 +28,6 @@ from lightning_fp8.ops.library import is_watched
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scalings import emulation
 from lightning_fp8.scalings.emulation import product_of_tensors
-from lightning_fp8.scalings.group_kernels import both_taken
 from lightning_fp8.scalings.operand import Operand, Slot, Want
 from lightning_fp8.scalings.per_tensor import PerTensor
 
@@ -42,11 +41,11 @@ def operand(codes: Tensor, scale_inv: Tensor, fmt: str = "e4m3") -> Operand:
 
 
 def by_torch(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return plain.scaled_mm(*both_taken(a, b), bias, dtype, True)
+    return plain.scaled_mm(a, b, bias, dtype, True)
 
 
 def by_rule(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return gemm.one_scale(*both_taken(a, b), bias, dtype, False)
+    return gemm.one_scale(a, b, bias, dtype, False)
 
 
 def state_with_history() -> ScalingState:

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from lightning_fp8.core.casts import cast
 from lightning_fp8.ops.cuda import check, plain
-from lightning_fp8.ops.operand import Fp8Tensor
 from lightning_fp8.runtime.device import Gpu
 from lightning_fp8.scalings.emulation import product_of_values
-from lightning_fp8.scalings.group_kernels import both_taken
 from lightning_fp8.scalings.mx import MX
 from lightning_fp8.scalings.operand import Operand, Slot, Want
 
@@ -46,7 +44,7 @@ def test_any_size_is_padded_as_torch_wants(m: int, n: int, k: int) -> None:
     bias = torch.randn(n).bfloat16().float()
     for dtype in (torch.float32, torch.bfloat16):
         for added in (None, bias):
-            out = plain.product_of_mx(*both_taken(a, b), added, dtype)
+            out = plain.product_of_mx(a[:2], b[:2], added, dtype)
             assert out.shape == (m, n)
             assert out.is_contiguous()
             expected = product_of_values(a, b, added, torch.float32)
@@ -57,12 +55,12 @@ def test_any_size_is_padded_as_torch_wants(m: int, n: int, k: int) -> None:
 
 @pytest.mark.usefixtures("blackwell")
 def test_what_the_stand_in_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = both_taken(*operands(32, 32, 64))
-    short = a._replace(scale_inv=a.scale_inv[:256])
+    a, b = (operand[:2] for operand in operands(32, 32, 64))
+    short = a[0], a[1][:256]
     with pytest.raises(RefusedError, match="scale should have 512 elements, got 256"):
         plain.product_of_mx(short, b, None, torch.float32)
     with pytest.raises(RefusedError, match=r"float8_e4m3fn, not torch\.float8_e5m2"):
-        plain.product_of_mx(a._replace(format="e5m2"), b, None, torch.float32)
+        plain.product_of_mx(a, b, None, torch.float32, ("e5m2", "e4m3"))
     monkeypatch.setattr(strict_scaled_mm, "CAPABILITY", (9, 0))
     with pytest.raises(RefusedError, match=r"before compute capability 10\.0"):
         plain.product_of_mx(a, b, None, torch.float32)
@@ -116,11 +114,11 @@ def test_the_first_product_of_a_device(
 ) -> None:
     tested: list[torch.dtype] = []
 
-    def product(a: Fp8Tensor, b: Fp8Tensor, bias: None, dtype: torch.dtype) -> Tensor:
+    def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], bias: None, dtype: torch.dtype) -> Tensor:
         tested.append(dtype)
         if isinstance(failure, Exception):
             raise failure
-        return product_of_values(*(Operand(*one[:2], MX()) for one in (a, b)), bias, dtype) + (failure or 0)
+        return product_of_values(*(Operand(*one, MX()) for one in (a, b)), bias, dtype) + (failure or 0)
 
     run_as(gpu, monkeypatch)
     monkeypatch.setattr(plain, "product_of_mx", product)
@@ -147,6 +145,6 @@ def test_the_check_on_the_device() -> None:
         pytest.skip("its tensor cores take no scales for every 32 elements")
     plain.check_mx_product(gpu)
     a, b = operands(200, 100, 300)
-    on_gpu = (Fp8Tensor(one.codes.to(gpu), one.scale_inv.to(gpu), "e4m3") for one in (a, b))
+    on_gpu = (Operand(one.codes.to(gpu), one.scale_inv.to(gpu), MX()) for one in (a, b))
     out = plain.scaled_mm_mx(*on_gpu, None, torch.float32)
     torch.testing.assert_close(out.cpu(), product_of_values(a, b, None, torch.float32), rtol=1e-4, atol=1e-3)

@@ -24,7 +24,7 @@ from lightning_fp8.ops.activations import activate, activation_gradient
 from lightning_fp8.ops.amaxes import by_element, max_abs, power_of_2, scale_of_current
 from lightning_fp8.ops.arithmetic import block_amaxes, by_columns, of_rows, saturated, saturated_blocks, square_amaxes
 from lightning_fp8.ops.formats import E4M3, FORMATS
-from lightning_fp8.ops.operand import Fp8Tensor, columns_shape
+from lightning_fp8.ops.operand import columns_shape
 
 # ragged in tiles, blocks and vectors; and with rows of whole vectors of 16 bytes
 _ROWS, _WIDTHS = 133, (171, 176)
@@ -282,16 +282,18 @@ def _grouped_gemm(
     return _difference(results)
 
 
-def product_of_mx(device: torch.device, a_rows: int = 272, b_rows: int = 144) -> tuple[Fp8Tensor, Fp8Tensor, Tensor]:
-    """Operands with scales in E8M0, one with K padded as by columns, and their exact product in fp32: to check torch's
-    own product of such operands."""
+def product_of_mx(
+    device: torch.device, a_rows: int = 272, b_rows: int = 144
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+    """Codes in E4M3 and tiles of scales in E8M0 of two operands, one with K padded as by columns, and their exact
+    product in fp32: to check torch's own product of such operands."""
     operands = []
     for rows, width in ((a_rows, _K), (b_rows, _K + 16)):
         codes = F.pad(_operand(device, rows, _K, E4M3.name, False), (0, width - _K))
         exponents = _powers(device, rows, -(-_K // e8m0.BLOCK)).log2() + 127
-        operands.append(Fp8Tensor(codes, e8m0.to_tiles(exponents.byte()), E4M3.name))
+        operands.append((codes, e8m0.to_tiles(exponents.byte())))
     a, b = operands
-    values = (_exact(of.payload[:, :_K].contiguous(), of.scale_inv, of.format) for of in (a, b))
+    values = (_exact(codes[:, :_K].contiguous(), tiles, E4M3.name) for codes, tiles in (a, b))
     left, right = values
     return a, b, (left @ right.t()).float()
 

@@ -5,6 +5,8 @@ Nothing here synchronises.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -13,19 +15,19 @@ from kernels_cuda.gemm import ROW_BYTES
 from kernels_cuda.gemm_variants import Configuration
 from kernels_cuda.launch import Kernel
 from lightning_fp8.ops.cuda import kernels, plain, rule
-from lightning_fp8.ops.operand import Fp8Tensor
+
+if TYPE_CHECKING:
+    from lightning_fp8.scalings.operand import Operand
 
 
-def one_scale(
-    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
+def one_scale(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of operands with one scale each."""
-    (m, k), (n, b_k) = a.payload.shape, b.payload.shape
+    (m, k), (n, b_k) = a.codes.shape, b.codes.shape
     if not (m and n and k):
         return plain.scaled_mm(a, b, bias, out_dtype, fast_accumulation)
-    configuration = rule.configuration_for(a.payload.device, m, n, "one", fast_accumulation)
+    configuration = rule.configuration_for(a.codes.device, m, n, "one", fast_accumulation)
     if configuration is not None:
-        kernel = kernels.gemm_kernel(a.payload.device, configuration, a.format, b.format, out_dtype, True)
+        kernel = kernels.gemm_kernel(a.codes.device, configuration, a.scaling.format, b.scaling.format, out_dtype, True)
         if kernel is not None:
             return launch(configuration, kernel, a, b, bias, out_dtype)
     # the usual case takes a short path, because every call adds to the host time of a layer
@@ -34,7 +36,7 @@ def one_scale(
     return plain.scaled_mm(a, b, bias, out_dtype, fast_accumulation)
 
 
-def mixed(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
+def mixed(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
     """The product of operands whose kinds of scales differ, and were both given scales for every 128 elements along K;
     None where there is none of these formats."""
     out, _ = _by_kernel(a, b, bias, output)
@@ -43,58 +45,56 @@ def mixed(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) 
     return out
 
 
-def in_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
+def in_blocks(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
     """The product of operands with scales for every 128 elements along K, always promoted; None if there is no GPU, or
     a size is 0."""
     out, failure = _by_kernel(a, b, bias, output)
     return plain.scaled_mm_in_blocks(a, b, bias, output, failure) if out is None else out
 
 
-def _by_kernel(
-    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype
-) -> tuple[Tensor | None, str | None]:
+def _by_kernel(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> tuple[Tensor | None, str | None]:
     """The product in blocks by our kernels, which do not support squares in a; or why there is none, if known."""
-    (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
+    (m, k), n, device = a.codes.shape, b.codes.shape[0], a.codes.device
     if not (m and n and k and len(a.scale_inv) == m):
         return None, None
     configuration = rule.configuration_for(device, m, n, "blocks", False)
     if configuration is None:
         return None, None
     rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
-    kernel = kernels.gemm_kernel(device, configuration, a.format, b.format, output, True, rows)
+    kernel = kernels.gemm_kernel(device, configuration, a.scaling.format, b.scaling.format, output, True, rows)
     if kernel is None:
         return None, kernels.failure_of(device, configuration.family)
     return launch(configuration, kernel, a, b, bias, output), None
 
 
-def mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
+def mx(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
     """The product where both operands have scales in E8M0, those of a weight without a master in a matrix; None if
     there is no GPU, a size is 0, or such a weight is on a GPU without this product. Others, which are trained, are
     refused there.
     """
-    if max(a.scale_inv.dim(), b.scale_inv.dim()) > 1 and not plain.has_mx(a.payload.device):
+    if max(a.scale_inv.dim(), b.scale_inv.dim()) > 1 and not plain.has_mx(a.codes.device):
         return None
     a, b = plain.in_tiles(a), plain.in_tiles(b)
-    (m, k), n, device = a.payload.shape, b.payload.shape[0], a.payload.device
+    (m, k), n, device = a.codes.shape, b.codes.shape[0], a.codes.device
     if m and n and k:
         configuration = rule.configuration_for(device, m, n, "mx", True)
         if configuration is not None:
-            kernel = kernels.gemm_kernel(device, configuration, a.format, b.format, output, False, 1)
+            kernel = kernels.gemm_kernel(device, configuration, a.scaling.format, b.scaling.format, output, False, 1)
             if kernel is not None:
                 return launch(configuration, kernel, a, b, bias, output)
     return plain.scaled_mm_mx(a, b, bias, output)
 
 
 def launch(
-    configuration: Configuration, kernel: Kernel, a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, output: torch.dtype
+    configuration: Configuration, kernel: Kernel, a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype
 ) -> Tensor:
     """The product ``[M, N]``, contiguous, by one of our kernels; no size is 0, and others are padded."""
-    m, n, device = a.payload.shape[0], b.payload.shape[0], a.payload.device
+    m, n, device = a.codes.shape[0], b.codes.shape[0], a.codes.device
     # kernels write rows that begin at multiples of 16 bytes
     row = -(-n * output.itemsize // ROW_BYTES) * ROW_BYTES // output.itemsize
     out = torch.empty(m, row, dtype=output, device=device)[:, :n]
     bias = None if bias is None else bias.contiguous()
-    operands = ((_as_operand(a.payload), a.scale_inv), (_as_operand(b.payload), b.scale_inv))
+    operands = ((_as_operand(a.codes), a.scale_inv), (_as_operand(b.codes), b.scale_inv))
     kernel_gemm.gemm(kernel, configuration, *operands, out, bias)
     return out.contiguous()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,33 +14,32 @@ from lightning_fp8.ops import e8m0
 from lightning_fp8.ops.cuda import check
 from lightning_fp8.ops.cuda.layouts import as_taken
 from lightning_fp8.ops.formats import FORMATS
-from lightning_fp8.ops.operand import ALIGNMENT, Fp8Tensor
+from lightning_fp8.ops.operand import ALIGNMENT
 from lightning_fp8.runtime.device import gpu_of, is_capturing
 from lightning_fp8.runtime.switch import as_torch_starts
+
+if TYPE_CHECKING:
+    from lightning_fp8.scalings.operand import Operand
 
 # the first compute capability whose tensor cores take scales in E8M0
 _MX = (10, 0)
 
 
-def scaled_mm(
-    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
+def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The product of operands with one scale each. Sizes that cuBLASLt does not support are padded with zeros."""
-    (m, k), n = a.payload.shape, b.payload.shape[0]
+    (m, k), n = a.codes.shape, b.codes.shape[0]
     if not (m and n and k):
-        empty = torch.zeros(m, n, dtype=out_dtype, device=a.payload.device)
+        empty = torch.zeros(m, n, dtype=out_dtype, device=a.codes.device)
         return empty if bias is None else empty + bias.to(out_dtype)
     missing = -n % ALIGNMENT
-    a = Fp8Tensor(padded(a.payload), a.scale_inv, a.format)
-    b = Fp8Tensor(padded(b.payload, missing), b.scale_inv, b.format)
+    a = a._replace(codes=padded(a.codes))
+    b = b._replace(codes=padded(b.codes, missing))
     bias = F.pad(bias, (0, missing)) if missing and bias is not None else bias
     out = aligned_mm(a, b, bias, out_dtype, fast_accumulation)
     return out[:, :n].contiguous() if missing else out
 
 
-def aligned_mm(
-    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
+def aligned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """The same for sizes that cuBLASLt supports: none is 0, and N and K are multiples of 16."""
     fused = None
     # torch adds a bias in the GEMM's own epilogue, in fp32, if bias and result have the same 16-bit dtype
@@ -48,8 +47,8 @@ def aligned_mm(
         # cuBLASLt reads it without its stride; a `.to` that does nothing takes the host as long as an allocation
         fused = bias if bias.dtype == out_dtype and bias.is_contiguous() else bias.to(out_dtype).contiguous()
     out = torch._scaled_mm(
-        as_taken(a.payload).view(FORMATS[a.format].dtype),
-        as_taken(b.payload).view(FORMATS[b.format].dtype).mT,
+        as_taken(a.codes).view(FORMATS[a.scaling.format].dtype),
+        as_taken(b.codes).view(FORMATS[b.scaling.format].dtype).mT,
         a.scale_inv,
         b.scale_inv,
         fused,
@@ -60,7 +59,7 @@ def aligned_mm(
 
 
 def scaled_mm_in_blocks(
-    a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype, failure: str | None = None
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, failure: str | None = None
 ) -> Tensor | None:
     """The product of operands in blocks of 128; None if there is no GPU, or a size is 0.
 
@@ -70,19 +69,19 @@ def scaled_mm_in_blocks(
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
-    gpu = gpu_of(a.payload.device)
-    if gpu is None or not (a.payload.numel() and b.payload.numel()):
+    gpu = gpu_of(a.codes.device)
+    if gpu is None or not (a.codes.numel() and b.codes.numel()):
         return None
     check_blocks(gpu.capability, torch.version.cuda, failure)
     return product_of_blocks(a, b, bias, out_dtype)
 
 
-def product_of_blocks(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def product_of_blocks(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros.
 
     Partial sums of 128 along K are added up in fp32 in any case.
     """
-    m, n = len(a.payload), len(b.payload)
+    m, n = len(a.codes), len(b.codes)
     a_codes, a_scales, a_kind = as_torch_takes(a, 4)
     b_codes, b_scales, b_kind = as_torch_takes(b, ALIGNMENT)
     scales = a_scales, a_kind, b_scales, b_kind
@@ -104,33 +103,40 @@ def _by_torch(
     return out.contiguous() if bias is None else (out + bias.to(out_dtype)).to(out_dtype)
 
 
-def scaled_mm_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
+def scaled_mm_mx(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
     """The product of operands with scales in E8M0 for every 32 along K; None if there is no GPU, or a size is 0.
 
     Raises:
         RuntimeError: on a GPU whose tensor cores do not multiply such operands, or on which the product is wrong.
     """
-    if gpu_of(a.payload.device) is None or not (a.payload.numel() and b.payload.numel()):
+    if gpu_of(a.codes.device) is None or not (a.codes.numel() and b.codes.numel()):
         return None
-    check_mx_product(a.payload.device)
-    return product_of_mx(a, b, bias, out_dtype)
+    check_mx_product(a.codes.device)
+    return product_of_mx(a[:2], b[:2], bias, out_dtype, (a.scaling.format, b.scaling.format))
 
 
-def product_of_mx(a: Fp8Tensor, b: Fp8Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The same by ``torch.nn.functional.scaled_mm``; sizes that cuBLASLt does not support are padded with zeros."""
-    m, n = len(a.payload), len(b.payload)
-    a_codes, b_codes = mx_payload(a, ALIGNMENT), mx_payload(b, ALIGNMENT)
+def product_of_mx(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    formats: tuple[str, str] = ("e4m3", "e4m3"),
+) -> Tensor:
+    """The same by ``torch.nn.functional.scaled_mm``, of codes and tiles of scales each; sizes that cuBLASLt does not
+    support are padded with zeros."""
+    m, n = len(a[0]), len(b[0])
+    a_codes, b_codes = (mx_payload(of[0], fmt, ALIGNMENT) for of, fmt in zip((a, b), formats, strict=True))
     kind, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    a_scales, b_scales = (operand.scale_inv.view(torch.float8_e8m0fnu) for operand in (a, b))
+    a_scales, b_scales = (of[1].view(torch.float8_e8m0fnu) for of in (a, b))
     scales = a_scales, kind, b_scales, kind, order, order
     return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
 
 
-def in_tiles(operand: Fp8Tensor) -> Fp8Tensor:
+def in_tiles(operand: Operand) -> Operand:
     """An operand in MX whose scales may be in a matrix, with the tiles that products read."""
     if operand.scale_inv.dim() == 1:
         return operand
-    return operand._replace(scale_inv=e8m0.to_tiles(e8m0.of_rows(operand.scale_inv, len(operand.payload))))
+    return operand._replace(scale_inv=e8m0.to_tiles(e8m0.of_rows(operand.scale_inv, len(operand.codes))))
 
 
 def has_mx(device: torch.device) -> bool:
@@ -139,11 +145,10 @@ def has_mx(device: torch.device) -> bool:
     return gpu is None or gpu.capability >= _MX
 
 
-def mx_payload(operand: Fp8Tensor, multiple: int) -> Tensor:
+def mx_payload(payload: Tensor, format: str, multiple: int) -> Tensor:
     """The codes of an operand with both sizes padded with zeros, K to whole blocks and rows to a ``multiple``."""
-    payload = operand.payload
     added = -payload.shape[1] % e8m0.BLOCK, -len(payload) % multiple
-    return F.pad(payload, (0, added[0], 0, added[1])).view(FORMATS[operand.format].dtype)
+    return F.pad(payload, (0, added[0], 0, added[1])).view(FORMATS[format].dtype)
 
 
 @functools.cache
@@ -186,10 +191,11 @@ def check_mx(capability: tuple[int, int]) -> None:
         )
 
 
-def multiplies_blocks(a: Fp8Tensor, b: Fp8Tensor) -> bool:
+def multiplies_blocks(a: Operand, b: Operand) -> bool:
     """Whether :func:`scaled_mm_in_blocks` takes operands of these formats here: cuBLASLt knows blocks in E4M3 only."""
-    gpu = gpu_of(a.payload.device)
-    return (gpu is None or _has_blocks(gpu.capability, torch.version.cuda)) and a.format == b.format == "e4m3"
+    gpu = gpu_of(a.codes.device)
+    is_known = gpu is None or _has_blocks(gpu.capability, torch.version.cuda)
+    return is_known and a.scaling.format == b.scaling.format == "e4m3"
 
 
 def _has_blocks(capability: tuple[int, int], cuda: str | None) -> bool:
@@ -214,19 +220,19 @@ def check_blocks(capability: tuple[int, int], cuda: str | None, failure: str | N
         )
 
 
-def as_torch_takes(operand: Fp8Tensor, multiple: int) -> tuple[Tensor, Tensor, F.ScalingType]:
+def as_torch_takes(operand: Operand, multiple: int) -> tuple[Tensor, Tensor, F.ScalingType]:
     """An operand in blocks as ``torch.nn.functional.scaled_mm`` takes it: payload, scales, and the kind of its blocks.
 
     Rows are padded to a multiple of ``multiple``. Scales of 1 x 128 blocks are column-major, and cuBLASLt reads them as
     if their number of rows were a multiple of four; those of squares are transposed, and padded to a multiple of four
     along K.
     """
-    payload, scale_inv, fmt = operand
+    payload, scale_inv, scaling = operand
     missing, by_rows = -len(payload) % multiple, len(scale_inv) == len(payload)
     scales, added = (scale_inv.t(), missing) if by_rows else (scale_inv, -scale_inv.shape[1] % 4)
     scales = F.pad(scales, (0, added)) if added else scales.contiguous()
     kind = F.ScalingType.BlockWise1x128 if by_rows else F.ScalingType.BlockWise128x128
-    return padded(payload, missing).contiguous().view(FORMATS[fmt].dtype), scales.t(), kind
+    return padded(payload, missing).contiguous().view(FORMATS[scaling.format].dtype), scales.t(), kind
 
 
 def padded(payload: Tensor, rows: int = 0) -> Tensor:
