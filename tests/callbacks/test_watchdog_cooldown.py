@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lit import Regression, loader, make_trainer, same, seeded
-from moved import to_bf16
 from torch import Tensor
 from watched_models import NEVER, Vanishing
 
@@ -82,16 +81,6 @@ def test_a_layer_comes_back_also_in_a_resumed_run(action: str, tmp_path: Path, c
 def test_without_a_cooldown_it_stays(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="from now on: net.0"):
         assert fit(tmp_path, watchdog("fallback", None)).places == ["fp8"] * 2 + ["bf16"] * 10
-
-
-def test_a_layer_that_others_moved_stays(tmp_path: Path) -> None:
-    class ByHand(pl.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            to_bf16(scaling_state(module), "net.2")
-
-    with pytest.warns(UserWarning, match="from now on: net.0"):
-        model = fit(tmp_path, watchdog("fallback"), ByHand())
-    assert scaling_state(model).fallbacks == ("net.2",)
 
 
 def test_a_moved_layer_comes_back_to_what_the_schedule_says(tmp_path: Path) -> None:
