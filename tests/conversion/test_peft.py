@@ -6,17 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from adapted_models import ORDERS, adapted, adapter_layers, base, base_layers, step
 from counted_casts import count_input_casts
-from lit import make_trainer, same
 from pairwise import pairwise
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_fp8 import (
     Fp8Precision,
@@ -211,39 +208,3 @@ def test_attention_of_torch() -> None:
     first, second, plain = results
     assert all(map(torch.equal, first, second))
     assert all((one - other).norm() < 0.15 * other.norm() for one, other in zip(first, plain, strict=True))
-
-
-# --- in a Trainer ---
-
-
-class Tuned(pl.LightningModule):
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        self.net, self.batch = adapted("llama", order)
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.net(**{name: tensor[batch] for name, tensor in self.batch.items()}).loss
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-def test_a_resumed_run_equals_the_whole_one(tmp_path: Path) -> None:
-    def run(epochs: int, **resume: Any) -> tuple[Tuned, pl.Trainer]:
-        model, trainer = Tuned("adapted first"), make_trainer(tmp_path, max_epochs=epochs)
-        trainer.fit(model, DataLoader(range(4), batch_size=2), **resume)  # type: ignore[arg-type]
-        return model, trainer
-
-    whole, _ = run(3)
-    run(2)[1].save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = run(3, ckpt_path=tmp_path / "half.ckpt")
-    assert torch.equal(torch.stack(whole.losses[4:]), torch.stack(resumed.losses))
-    assert same(whole, resumed)
-    assert is_fp8(adapter_layers(resumed)) == {False}
-    plain, trained = adapted("llama", "plain")[0], dict(resumed.net.named_parameters())
-    assert {p.requires_grad for p in plain.parameters()} == {True, False}
-    for name, p in plain.named_parameters():
-        assert torch.equal(trained[name], p) is not p.requires_grad, name

@@ -53,7 +53,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 def test_the_model_gives_recorded_sums(profile: str, formats: tuple[str, str]) -> None:
     generator = torch.Generator().manual_seed(1)
     for k, (m, n) in {32: (17, 16), 96: (17, 16), 144: (9, 8), 400: (9, 8), 1024: (5, 4), 8192: (3, 2)}.items():
-        for kind in ("any", "subnormal", "sparse", "cancelling"):
+        for kind in ("any", "subnormal", "sparse", "cancelling") if k < 1024 else ("any", "cancelling"):
             a, b = (codes(rows, k, fmt, kind, generator) for rows, fmt in zip((m, n), formats))
             for promote in (False, True):
                 expected = recorded(a, b, formats, profile, promote)

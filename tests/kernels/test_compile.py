@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import struct
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repository import ROOT
+from warm import run_warm
 
 from kernels_cuda import compile as kernels_compile
 from kernels_cuda.cache import cache_folder
@@ -336,8 +335,8 @@ assert os.waitpid(child, 0)[1] == 0
 assert first.exists()
 print(first.parent)
 """
-    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "file"), "PYTHONPATH": str(ROOT)}
-    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path / "file")}
+    said = run_warm("-c", script, env=environment, check=True)
     child, parent = said.stdout.split()
     assert child != parent
     assert not Path(child).exists()

@@ -149,19 +149,6 @@ def in_a_thread(work: Callable[[], None]) -> int:
         return pool.submit(threading.get_ident).result()
 
 
-@pytest.mark.usefixtures("devices")
-def test_a_thread_gets_the_context_of_each_device_that_it_launches_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = Driver(monkeypatch)
-    kernels = [Kernel(cupy_stand_in.RawKernel(stub, "", "name"), LAYOUT, 32, device) for device in (0, 1)]
-
-    def launch() -> None:
-        for kernel in (*kernels, *kernels):
-            kernel(1, 1, 2, 3, 4, 5.0)
-
-    in_a_thread(launch)
-    assert [device for _, device in stub.contexts] == [0, 1]
-
-
 def test_the_first_tensor_map_of_a_thread_sets_the_context(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Driver(monkeypatch)
     kernel = Kernel(cupy_stand_in.RawKernel(stub, "", "name"), HOPPER.layout, HOPPER.threads, 1)

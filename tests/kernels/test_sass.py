@@ -72,11 +72,12 @@ def blocks_per_multiprocessor(family: Family) -> tuple[int, int]:
 
 # each dtype in one format for one architecture, because a format only changes the name of one instruction; for the
 # others the kernels with the most registers, in bf16; `doctor --compile` compiles all kernels for all architectures
-OTHERS = [WEIGHTS, SQUARES, MX_WEIGHTS, MX_SQUARES, *IN_BLOCKS, *FUSED_BLOCKS, UPDATE]
-EVERY = [*EVERY_CAST, *OTHERS]
+UNFUSED = [WEIGHTS, SQUARES, MX_WEIGHTS, MX_SQUARES, *IN_BLOCKS, UPDATE]
+EVERY = [*EVERY_CAST, *UNFUSED, *FUSED_BLOCKS]
 LARGE = [
     one
-    for one in (*(cast for cast in EVERY_CAST if {"GATED=1", "BACKWARD=1"} & {*cast[1]}), *OTHERS)
+    for one in EVERY
+    if one in UNFUSED or {"GATED=1", "BACKWARD=1"} & {*one[1]}
     if not {"INPUT=Fp32", "INPUT=Fp16"} & {*one[1]}
 ]
 COMPILED = [

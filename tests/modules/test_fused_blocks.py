@@ -111,7 +111,7 @@ WAYS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "block"), [*product(["compiled"], FORMS[::2]), *zip(cycle([*WAYS][1:]), FORMS)])
+@pytest.mark.parametrize(("way", "block"), [*product(["compiled"], FORMS[:3:2]), *zip(cycle([*WAYS][1:]), FORMS)])
 def test_compilation_and_recomputation_change_nothing(block: str, way: str, fused: list[str]) -> None:
     model = converted(BLOCKS[block])
     eager = copy.deepcopy(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-@pytest.mark.parametrize("activation", [nn.SiLU, nn.GELU, partial(nn.GELU, "tanh"), nn.ReLU])
+@pytest.mark.parametrize(
+    ("recipe", "activation"), zip(RECIPES, cycle([nn.SiLU, nn.GELU, partial(nn.GELU, "tanh"), nn.ReLU])), ids=repr
+)
 def test_fused_blocks_are_their_layers(activation: Callable[[], nn.Module], recipe: Recipe) -> None:
     fused = convert(seeded(network, activation), recipe)
     separate = convert(OneByOne(seeded(network, activation)), recipe)  # type: ignore[arg-type]

@@ -209,19 +209,6 @@ def test_one_thread_saves_while_another_waits(threads: list[Thread]) -> None:
     assert value == ["off"]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_value_is_that_of_the_open_context_entered_last(order: tuple[int, ...]) -> None:
-    value = ["off"]
-    switch = Switch(lambda: value[0], lambda new: value.__setitem__(0, new))
-    contexts = [switch.at(name) for name in "abc"]
-    for context in contexts:
-        context.__enter__()
-    for count, leaving in enumerate(order, start=1):
-        contexts[leaving].__exit__(None, None, None)
-        left = {0, 1, 2} - {*order[:count]}
-        assert value == ["abc"[max(left)] if left else "off"]
-
-
 def test_a_context_that_ends_while_another_one_begins() -> None:
     """This happens when the garbage collector closes an abandoned generator at an arbitrary point of the thread."""
     value, abandoned = ["off"], ExitStack()

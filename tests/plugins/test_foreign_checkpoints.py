@@ -12,7 +12,7 @@ from lit import Regression, Steps, loader, make_trainer, same, seeded, takes_wei
 from processes import all_end_well, as_ranks
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, scaling_state
+from lightning_fp8 import DelayedScaling
 
 
 def train_under_ddp(path: Path, resume: Path | None, epochs: int) -> None:
@@ -55,32 +55,8 @@ def test_from_two_processes_to_one_and_back(tmp_path: Path) -> None:
     assert equal(again[0]["last"], again[1]["last"])
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    trainer = make_trainer(tmp_path)
-    trainer.fit(seeded(), loader())
-    trainer.save_checkpoint(tmp_path / "whole.ckpt")
-    return tmp_path / "whole.ckpt"
-
-
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def test_scales_of_another_model_are_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
-    """Lightning loads weights first: all are then those of the checkpoint, and no scale is."""
-    content = torch.load(checkpoint, weights_only=True)
-    content["Fp8Precision"] = {f"other.{name}": entry for name, entry in content["Fp8Precision"].items()}
-    torch.save(content, checkpoint)
-    model = seeded()
-    message = r"that of another model: no layer is in both\. Only in the file: 'other\.net\.0\.input', "
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, max_epochs=2).fit(model, loader(), ckpt_path=checkpoint)
-    state = scaling_state(model)
-    assert state.amax_history.count_nonzero() == 0
-    assert (state.scale == 1).all()
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in content["state_dict"].items())
-    assert model.losses == []
 
 
 RECIPE = DelayedScaling(margin=1)

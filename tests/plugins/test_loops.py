@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from counted_casts import count_weight_casts
-from lit import Averaging, Regression, loader, make_trainer, needs_averaging, seeded
+from lit import Regression, loader, make_trainer, seeded
 
 from lightning_fp8 import convert, scaling_state
 from lightning_fp8.modules.weights_unchanged import casts_of
@@ -149,22 +149,3 @@ def test_validations_inside_a_fit(tmp_path: Path, kind: type[Regression], is_fro
     assert len(sees.losses) == 4
     assert all(found == pytest.approx(expected, abs=1e-6) for found, expected in sees.losses)
     assert torch.equal(torch.stack(alone.losses), torch.stack(model.losses))
-
-
-@needs_averaging
-def test_averages_are_cast_once_per_validation(tmp_path: Path, casts: Counter[int]) -> None:
-    model = seeded()
-    trainer = make_trainer(
-        tmp_path, callbacks=[Averaging()], val_check_interval=1, num_sanity_val_steps=0, max_epochs=2
-    )
-    trainer.fit(model, loader(), loader())
-    # eight steps, each followed by a validation of four batches
-    assert sorted(casts.values()) == [16, 16]
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_frozen_weights_are_cast_once_in_a_fit(tmp_path: Path, accumulate: int, casts: Counter[int]) -> None:
-    model = seeded()
-    model.net[0].requires_grad_(False)
-    make_trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model, loader())
-    assert [casts[model.net[layer].weight.data_ptr()] for layer in (0, 2)] == [1, 4 // accumulate]

@@ -203,19 +203,3 @@ def test_of_several_processes_the_first_says_it(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(rank_zero_only, "rank", rank)
         said = warned("Trainer", lambda trainer=trainer: trainer.fit(seeded(Configured), loader()))
         assert ["Configured has 2 converted layers" in one for one in said] == [True] * messages
-
-
-class Fails(Regression):
-    """A step that runs forward and backward, and ends with an error."""
-
-    def on_after_backward(self) -> None:
-        state = scaling_state(self)
-        assert state.amax[: state.delayed].all()
-        raise KeyError("a step")
-
-
-def test_what_a_failed_step_recorded_is_in_no_later_update(tmp_path: Path) -> None:
-    model = Fails()
-    with pytest.raises(KeyError, match="a step"):
-        make_trainer(tmp_path).fit(model, loader())
-    assert not scaling_state(model).amax[:4].any()

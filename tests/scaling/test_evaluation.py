@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -128,13 +127,6 @@ def a_pickle(trained: Trained) -> nn.Module:
     return pickle.loads(pickle.dumps(trained.model))
 
 
-def a_file(trained: Trained) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(trained.model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def other_weights_and_back(trained: Trained) -> nn.Module:
     """As an average of weights is swapped in for a validation."""
     model, kept = trained.model, [parameter.data for parameter in trained.model.parameters()]
@@ -175,7 +167,6 @@ WAYS: list[Callable[[Trained], nn.Module]] = [
     conversion_later,
     lambda trained: copy.deepcopy(trained.model),
     a_pickle,
-    a_file,
     other_weights_and_back,
     further_evaluation,
     in_and_out_of_training,

@@ -19,7 +19,6 @@ from lightning_fp8 import (
     MXScaling,
     RunRecord,
     ScaleFactorLogger,
-    convert,
     scaling_state,
 )
 from lightning_fp8.scalings.recipe import Recipe
@@ -30,15 +29,6 @@ by_string = pytest.mark.parametrize(
 
 
 # in a Trainer
-
-
-def test_a_model_of_another_recipe_is_refused_by_the_string(tmp_path: Path) -> None:
-    model = seeded()
-    convert(model, CurrentScaling(1))
-    with pytest.raises(ValueError, match=r"converted with CurrentScaling\(margin=1.*precision='fp8-current'"):
-        make_trainer(tmp_path).fit(model, loader())
-    make_trainer(tmp_path, precision="fp8-current").fit(model, loader())
-    assert scaling_state(model).recipe == CurrentScaling(1)
 
 
 @by_string

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lit import loader, make_trainer, seeded, warned
-from projections import Shared
+from lit import warned
 from scales_in_numpy import scale_of
 from torch import Tensor, nn
 
-from lightning_fp8 import CurrentScaling, DelayedScaling, Fp8Precision, MXScaling, convert, fall_back, scaling_state
+from lightning_fp8 import CurrentScaling, DelayedScaling, MXScaling, convert, fall_back, scaling_state
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scalings.recipe import Recipe
 
@@ -99,22 +98,6 @@ def test_a_state_is_stateful_itself(tmp_path: Path) -> None:
     assert same(scaling_state(model), scaling_state(source))
 
 
-def test_layers_that_share_an_input_have_equal_entries() -> None:
-    model = convert(Shared())
-    model(torch.randn(4, 16)).sum().backward()
-    scaling_state(model).update()
-    file = scaling_state(model).state_dict()
-    assert len(file) == 2 * 4
-    assert file["q.input"]["amax_history"][0] > 0
-    assert torch.equal(file["q.input"]["amax_history"], file["v.input"]["amax_history"])
-    # of another file, the first one's counts
-    file["q.input"]["amax_history"][:] = torch.tensor([3.0] + [0.0] * 15)
-    other = convert(Shared())
-    scaling_state(other).load_state_dict(file)
-    loaded = scaling_state(other).state_dict()
-    assert [loaded[f"{name}.input"]["amax_history"][0] for name in "qkv"] == [3.0] * 3
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -197,15 +180,3 @@ def test_what_is_no_file_of_this_model_changes_nothing(what: str) -> None:
         state.load_state_dict(make(scaling_state(trained(2, RECIPES[0])).state_dict()))
     after = state.state_dict()
     assert all(torch.equal(before[name][field], after[name][field]) for name in before for field in before[name])
-
-
-def test_a_resumed_trainer_takes_another_recipe(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    trainer.fit(seeded(), loader())
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    model = seeded()
-    recipe = DelayedScaling(margin=1, amax_history_len=3)
-    resumed = make_trainer(tmp_path, max_epochs=2, plugins=Fp8Precision(recipe))
-    resumed.fit(model, loader(), ckpt_path=tmp_path / "run.ckpt")
-    assert len(model.losses) == 4
-    assert (scaling_state(model).amax_history > 0).all()

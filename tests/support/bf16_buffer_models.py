@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from bf16_models import LENGTH, WIDTH, Model, classes, images, inverse_frequencies, mlp, series
+from bf16_models import LENGTH, WIDTH, Model, images, inverse_frequencies, mlp, series
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,21 +41,6 @@ class RunningFunctionalBatchNorm(Model):
         return self.head(x.tanh())
 
 
-class DataDependentStart(Model):
-    """ActNorm: the first batch sets parameters, and a flag in a buffer says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.shift, self.scale = mlp(), nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
-        self.register_buffer("started", torch.tensor(False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.started:
-            self.shift.data, self.scale.data = -x.mean(0), 1 / x.std(0)
-            self.started.fill_(True)
-        return self.net((x + self.shift) * self.scale)
-
-
 # Buffers that training writes
 
 
@@ -86,20 +71,6 @@ class VectorQuantisation(Model):
         return F.mse_loss(output, y) + 0.25 * self.commitment
 
 
-class AverageOfWeights(Model):
-    """Evaluates with the exponential average of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * torch.randn(4, 8))
-        self.register_buffer("average", self.weight.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.average.lerp_(self.weight.detach(), 0.1)
-        return F.linear(x, self.weight if self.training else self.average)
-
-
 class TeacherOfBuffers(Model):
     """A mean teacher, whose weights are buffers."""
 
@@ -126,30 +97,6 @@ class TeacherOfBuffers(Model):
 # Tables and filters
 
 
-class Blur(Model):
-    data = staticmethod(images)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-        kernel = torch.tensor([1.0, 3.0, 1.0])
-        self.register_buffer("kernel", (kernel[:, None] * kernel / 25).expand(8, 1, 3, 3).clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        conv, act, *rest = self.net
-        return nn.Sequential(*rest)(F.conv2d(act(conv(x)), self.kernel, groups=8))
-
-
-class BinsOfBucketize(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(17, 4), nn.Linear(32, 4)
-        self.register_buffer("edges", torch.linspace(-2, 2, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(torch.bucketize(x, self.edges)).flatten(1))
-
-
 class Graph(Model):
     data = staticmethod(series)
 
@@ -161,13 +108,6 @@ class Graph(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.links @ self.net(self.links @ x)
-
-
-class GraphBySparse(Graph):
-    def forward(self, x: Tensor) -> Tensor:
-        rows, columns = self.links.nonzero(as_tuple=True)
-        messages = self.net(x)[:, columns] * self.links[rows, columns, None]
-        return torch.zeros_like(x).index_add_(1, rows, messages)
 
 
 class NoiseSchedule(Model):
@@ -194,19 +134,3 @@ class NoiseSchedule(Model):
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(output, self.noise)
-
-
-class Spectrogram(Model):
-    """Fourier transform in fp32 with a window, and a filter bank, both buffers."""
-
-    data = staticmethod(classes)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("window", torch.hann_window(8, periodic=False) + 0.1)
-        self.register_buffer("bank", torch.rand(5, 6))
-        self.net = mlp(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        power = torch.fft.rfft((x * self.window).float()).abs().square().to(self.bank.dtype)
-        return self.net((power @ self.bank + 0.1).log())

@@ -27,27 +27,6 @@ class SpectralNorm(SpectralNormOld):
         super().__init__(parametrizations.spectral_norm(nn.Linear(8, WIDTH)))
 
 
-class WeightNorm(SpectralNormOld):
-    def __init__(self) -> None:
-        super().__init__(parametrizations.weight_norm(nn.Linear(8, WIDTH)))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.tensor([1.0, 0.5]).repeat(WIDTH // 2)[:, None])
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w * self.mask
-
-
-class OwnParametrization(SpectralNormOld):
-    def __init__(self) -> None:
-        layer = nn.Linear(8, WIDTH)
-        nn.utils.parametrize.register_parametrization(layer, "weight", Scaled())
-        super().__init__(layer)
-
-
 class Pruned(SpectralNormOld):
     """The masks of pruning are buffers."""
 
@@ -81,32 +60,7 @@ class LstmFromBuffers(GruFromBuffer):
         return self.head(self.layer(x, (self.start.repeat(1, len(x), 1), self.cell.repeat(1, len(x), 1)))[0])
 
 
-class CellsFromBuffer(GruFromBuffer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRUCell(8, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, outputs = self.start[0].repeat(len(x), 1), []
-        for u in x.unbind(1):
-            h = self.layer(u, h)
-            outputs.append(self.head(h))
-        return torch.stack(outputs, 1)
-
-
 # Unusual buffers
-
-
-class Float64BufferAlone(Model):
-    """No cast: a float64 buffer of no dimensions does not promote."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.register_buffer("factor", torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x * self.factor)
 
 
 class Bfloat16Buffer(Model):
@@ -162,30 +116,6 @@ class BufferMadeLate(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net((x + self.offset) @ self.weight)
-
-
-class BufferMadeInForward(Model):
-    """A cache that the first forward makes from the dtype of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.weight = mlp(), weight(8, 8)
-        self.register_buffer("cache", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.cache is None:
-            self.cache = torch.linspace(-1, 1, 8, dtype=torch.float32).to(x.dtype)
-        return self.net((x + self.cache) @ self.weight)
-
-
-class BufferOfNoDimensions(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.weight = mlp(), weight(8, 8)
-        self.register_buffer("scale", torch.tensor(0.7071))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x @ self.weight * self.scale)
 
 
 class LazyLayersWithoutData(Model):

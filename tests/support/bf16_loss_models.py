@@ -83,21 +83,6 @@ class WeightedBySharedBuffer(WeightedCrossEntropy):
         return self.net(x) * self.shares @ self.mix
 
 
-class MixedCrossEntropy(nn.CrossEntropyLoss):
-    def __init__(self) -> None:
-        super().__init__(SHARES.clone())
-        self.mix = nn.Parameter(torch.eye(4))
-
-    def forward(self, output: Tensor, y: Tensor) -> Tensor:
-        return super().forward(output @ self.mix, y)
-
-
-class WeightedByLossWithParameter(WeightedCrossEntropy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss_module = MixedCrossEntropy()
-
-
 # Metrics
 
 

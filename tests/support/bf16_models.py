@@ -1,6 +1,6 @@
 """Small models that train under Lightning's own bf16 plugins: with positions and masks.
 
-The other files ``bf16_*_models`` add theirs to the list. Each kind of product beside each kind of buffer is there once.
+The other files ``bf16_*_models`` add theirs to the list. Each kind of product beside a kind of buffer is there once.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def inverse_frequencies(width: int = WIDTH) -> Tensor:
 class OfTokens(nn.Module):
     """The parts of a language model, around positions in any form."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(32, WIDTH), nn.Linear(width, 8)
+        self.embedding, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 8)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,15 +112,6 @@ class SinusoidalAdded(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net.head(self.net.embedding(x) + self.positions)
-
-
-class SinusoidalConcatenated(SinusoidalAdded):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = OfTokens(2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net.head(torch.cat([self.net.embedding(x), self.positions.expand(len(x), -1, -1)], -1))
 
 
 class SinusoidalIntoBareProduct(SinusoidalAdded):
@@ -221,24 +212,6 @@ class RotaryModuleByMethod(RotaryModule):
     def forward(self, x: Tensor) -> Tensor:
         self.cos, self.sin = self.rotary.tables()
         return RotaryCache.forward(self, x)
-
-
-class Tables(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("waves", waves())
-        self.register_buffer("lengths", torch.arange(1000.0, 1000 + LENGTH)[:, None])
-
-
-class TablesByAttribute(SinusoidalIntoBareProduct):
-    """A module that only holds tables, one of them of whole numbers beyond 256, for a bare product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = Tables()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net.head((self.net.embedding(x) * 1000 / self.tables.lengths + self.tables.waves) @ self.mix)
 
 
 class RelativeBiasTable(Model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from bf16_models import LENGTH, WIDTH, Model, images, mlp, series, tokens
+from bf16_models import WIDTH, Model, images, mlp, series
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,21 +62,6 @@ class EinsumAttention(Model):
         return torch.einsum("bhqk,bhke,hde->bqd", scores.softmax(-1), v, self.out)
 
 
-class LearnedQueries(Model):
-    """Attention pooling, as in Perceiver: the queries are a parameter."""
-
-    data = staticmethod(tokens)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.queries = nn.Embedding(32, WIDTH), weight(LENGTH, WIDTH)
-        self.attention, self.head = nn.MultiheadAttention(WIDTH, 2, batch_first=True), weight(8, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        return F.linear(self.attention(self.queries.expand(len(x), -1, -1) + x, x, x)[0], self.head)
-
-
 class ClassToken(Model):
     data = staticmethod(images)
 
@@ -90,43 +75,3 @@ class ClassToken(Model):
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
         return self.head(self.block(x)[:, 0])
-
-
-class FunctionalLayerNorm(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.gain, self.bias = mlp(), nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
-        self.register_buffer("offset", torch.linspace(-1, 1, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(F.layer_norm(x + self.offset, (8,), self.gain, self.bias))
-
-
-class FunctionalEmbedding(Model):
-    data = staticmethod(tokens)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mix = weight(32, WIDTH), weight(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.tensor(WIDTH**0.5))
-        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        # the output layer shares the table
-        return F.linear(F.embedding(x, self.table) * self.scale @ self.mix + self.positions, self.table[:8])
-
-
-class UncertaintyWeights(Model):
-    """Two losses, weighted by learned variances and by fixed shares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.log_variance = mlp(), nn.Parameter(torch.zeros(2))
-        self.register_buffer("shares", torch.tensor([1.0, 0.3]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        losses = torch.stack([F.mse_loss(output, y), F.smooth_l1_loss(output, y)])
-        return torch.dot(self.shares, losses * (-self.log_variance).exp()) + self.log_variance.sum() * 0.1

@@ -146,12 +146,6 @@ def opened_runs(browser: Browser, trained: tuple[Path, list[Run]]) -> Iterator[O
     opened.check()
 
 
-def open_metrics(browser: Browser, tmp_path: Path, *runs: list[dict[str, Any]]) -> Opened:
-    """A page of runs that logged these rows."""
-    folders = [write_metrics(tmp_path / f"run{number}", rows) for number, rows in enumerate(runs)]
-    return open_runs(browser, tmp_path, *folders)
-
-
 def open_runs(browser: Browser, tmp_path: Path, *folders: Path) -> Opened:
     write_page(read_runs(folders), tmp_path / "report.html")
     return Opened(browser, tmp_path / "report.html")
@@ -237,16 +231,6 @@ def test_metrics_gaps_the_log_switch_shares_and_a_change_of_precision(browser: B
     assert "1 of 5 values" in opened.page.inner_text("#finals-table")
     for quantity in ("saturated", "underflowed"):
         assert opened.page.evaluate(axis.format(f"roles-{quantity}_fraction", "range")) == [0, 1]
-    opened.check()
-
-
-def test_cells_without_a_number_come_last_in_both_directions(browser: Browser, tmp_path: Path) -> None:
-    runs = [[{"step": step, **dict.fromkeys(keys, 1.0), "c": 2.0} for step in range(2)] for keys in ("ab", "a")]
-    opened = open_metrics(browser, tmp_path, *runs)
-    title = opened.page.locator("#finals-table thead button").nth(2)
-    for order in ("acb", "cab"):
-        title.click()
-        assert "".join(row[0] for row in opened.table("finals-table")) == order
     opened.check()
 
 

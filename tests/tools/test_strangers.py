@@ -7,17 +7,17 @@ compiler or driver is part of this.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 from machines import A100, B200, H100, MI300X, RTX_4090, RTX_5090, Machine, pretend
+from processes import all_end_well, as_ranks
 from torch import nn
 from warm import run_warm
 
@@ -175,18 +175,16 @@ def test_each_architecture_has_its_least_nvrtc(version: tuple[int, int], monkeyp
                 compiling.check_nvrtc(capability)
 
 
-RANK = """
-    from kernels_cuda.compile import compile_ahead
-    compile_ahead([("update_scales", ()), ("cast_weights", ())], "sm_90a")
-"""
+def rank(folder: Path) -> None:
+    os.environ["LIGHTNING_FP8_CACHE_DIR"] = str(folder)
+    with (folder / f"said{os.environ['RANK']}").open("w") as said, redirect_stderr(said):
+        compiling.compile_ahead([("update_scales", ()), ("cast_weights", ())], "sm_90a")
 
 
 def test_two_ranks_that_start_at_once_compile_once(tmp_path: Path) -> None:
-    environment = {**os.environ, "LIGHTNING_FP8_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", textwrap.dedent(RANK)]
-    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    with as_ranks(rank, 2, tmp_path) as ranks:
+        all_end_well(ranks, tmp_path)
+    said = [(tmp_path / f"said{number}").read_text() for number in range(2)]
     assert sum("compiling 2 kernels for sm_90a" in text for text in said) == 1
     assert len(list(tmp_path.glob("*.cubin"))) == 2
 

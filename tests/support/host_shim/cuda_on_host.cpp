@@ -19,6 +19,9 @@ struct Fiber {
     /* Uninitialized, so that untouched pages take no memory. */
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool done = true;
+    /* What it waits for: there is no use in switching to it before that has another generation. */
+    const Barrier* at = nullptr;
+    unsigned generation = 0;
 };
 unsigned current, blocks;
 bool progress;
@@ -62,7 +65,11 @@ void wait(Barrier& barrier, unsigned threads) {
         barrier.arrived = 0;
         ++barrier.generation;
     }
+    Fiber& fiber = fibers[current];
+    fiber.generation = generation;
+    fiber.at = &barrier;
     while (barrier.generation == generation) yield();
+    fiber.at = nullptr;
 }
 
 bool has_ended(unsigned block) { return alive[block] == 0; }
@@ -74,11 +81,14 @@ void fail(const char* what) {
     std::abort();
 }
 
+/* Each thread that has this place, of one block after another: to begin a context takes a system call. */
 static void enter() {
-    body();
-    fibers[current].done = progress = true;
-    --alive[block()];
-    _longjmp(scheduler, 1);
+    for (;;) {
+        body();
+        fibers[current].done = progress = true;
+        --alive[block()];
+        if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+    }
 }
 
 /* Lets a fiber run until it yields or has returned. */
@@ -101,7 +111,8 @@ static void run_cluster() {
             do {
                 progress = false;
                 for (unsigned fiber = first; fiber < std::min(first + 32, (unsigned)fibers.size()); ++fiber) {
-                    if (fibers[fiber].done) continue;
+                    const Fiber& one = fibers[fiber];
+                    if (one.done || (one.at != nullptr && one.at->generation == one.generation)) continue;
                     resume(fiber);
                     if (fibers[fiber].done) --left;
                 }
@@ -123,14 +134,14 @@ void launch(unsigned grid, unsigned block, void (*kernel)(), unsigned cluster) {
     fibers.resize(cluster * block);
     of_warp.resize(cluster * block / 32);
     exchanged.assign(of_warp.size(), std::vector<unsigned>(32));
+    for (Fiber& fiber : fibers) {
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get();
+        fiber.context.uc_stack.ss_size = STACK;
+        makecontext(&fiber.context, enter, 0);
+    }
     for (first_block = 0; first_block < grid; first_block += cluster) {
-        for (Fiber& fiber : fibers) {
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.get();
-            fiber.context.uc_stack.ss_size = STACK;
-            fiber.begun = fiber.done = false;
-            makecontext(&fiber.context, enter, 0);
-        }
+        for (Fiber& fiber : fibers) fiber.done = false;
         alive.assign(cluster, block);
         of_block.assign(cluster, Barrier());
         if (at_start != nullptr) at_start();
