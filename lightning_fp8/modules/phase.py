@@ -8,7 +8,8 @@ from lightning_fp8.ops.formats import Role
 from lightning_fp8.scalings.operand import Casting
 
 
-class Phase(Enum):
+# a `str`, whose hash does not run in Python: slots are found by it
+class Phase(str, Enum):
     """What a forward, and its backward, are part of.
 
     Attributes:

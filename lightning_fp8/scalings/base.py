@@ -52,6 +52,7 @@ class Scaling(ABC):
         takes_groups: whether the three methods of groups below are defined; else groups run one by one.
         file_kind: what files call such scales of a weight: ``"tensor"``, ``"row"``, ``"block"`` or ``"group"``.
         format: ``"e4m3"`` or ``"e5m2"``.
+        fp8: the same, with its numbers.
         name: all of it in JSON, which any process can read: for operators and exports.
     """
 
@@ -64,11 +65,13 @@ class Scaling(ABC):
     takes_groups: ClassVar[bool] = False
 
     name: ClassVar[str]
+    fp8: ClassVar[Fp8Format]
 
     format: str = "e4m3"
 
     def __post_init__(self) -> None:
-        # made once, as compilers cannot trace this
+        # made once: each product asks for the format, and compilers cannot trace the name
+        object.__setattr__(self, "fp8", FORMATS[self.format])
         object.__setattr__(self, "name", json.dumps({"kind": self.kind, **asdict(self)}))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -255,11 +258,6 @@ class Scaling(ABC):
         raise NotImplementedError
 
     # What everyone calls
-
-    @property
-    def fp8(self) -> Fp8Format:
-        """The format of the codes."""
-        return FORMATS[self.format]
 
     def cast(self, x: Source, slot: Slot, want: Want) -> Cast:
         """Cast x ``[M, K]``: fp32, bf16 or fp16; any strides; without a graph."""

@@ -100,7 +100,7 @@ def _cast_of(
     return Cast(
         None if codes is None else Operand(codes, scale_inv, scaling),
         None if turned is None else Operand(turned, scale_inv, scaling),
-        _total(result.column_sums),
+        None if result.column_sums is None else _total(result.column_sums),
     )
 
 
@@ -170,7 +170,7 @@ def new_result(
         current = torch.zeros(() if groups is None else index.shape, dtype=torch.float32, device=device)
     y = new_codes(device, rows, columns) if by_rows else None
     y_t = new_codes(device, *columns_shape(rows, columns)) if by_columns else None
-    partial = _new_sums(device, shape, sums)
+    partial = _new_sums(device, rows, columns) if sums else None
     if groups is None:
         scale_inv, of_tile = empty_strided((), (), dtype=torch.float32, device=device), None
     else:
@@ -206,7 +206,7 @@ def in_blocks(x: Source, scaling: InBlocks, slot: Slot, opened: Opened, want: Wa
         block_casts.cast(kernel, source, result, dy, is_packed, scaling.rounds_down)
     else:
         block_casts.cast_gated(kernel, source, up, result, power_of_two=scaling.rounds_down)
-    return cast._replace(sums=_total(result.column_sums))
+    return cast if result.column_sums is None else cast._replace(sums=_total(result.column_sums))
 
 
 def pair_in_blocks(
@@ -221,7 +221,9 @@ def pair_in_blocks(
     (_, first), (_, second) = made
     gate, up, dy = gate.contiguous(), up.contiguous(), _rows_apart(dy)
     block_casts.cast_gated(kernel, gate, up, first, dy, second, scaling.rounds_down)
-    return [cast._replace(sums=_total(result.column_sums)) for cast, result in made]
+    return [
+        cast if result.column_sums is None else cast._replace(sums=_total(result.column_sums)) for cast, result in made
+    ]
 
 
 def _new_blocks(
@@ -236,7 +238,8 @@ def _new_blocks(
     by_columns = new(columns_shape(rows, columns), columns, rows) if want.columns else None
     first, second = (None if operand is None else operand[:2] for operand in (by_rows, by_columns))
     recorded = None if opened.amax is None else (slot.index, opened.amax)
-    return Cast(by_rows, by_columns), block_casts.Result(recorded, first, second, _new_sums(device, shape, want.sums))
+    sums = _new_sums(device, rows, columns) if want.sums else None
+    return Cast(by_rows, by_columns), block_casts.Result(recorded, first, second, sums)
 
 
 def measure_weights(of: Sequence[Tensor]) -> Tensor:
@@ -270,17 +273,12 @@ def _rows_apart(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _new_sums(device: torch.device, shape: Sequence[int], sums: bool) -> Tensor | None:
+def _new_sums(device: torch.device, rows: int, columns: int) -> Tensor:
     """Column sums of each tile of rows."""
-    if not sums:
-        return None
-    rows, columns = shape
     return empty_strided((casts.column_sum_tiles(rows), columns), (columns, 1), dtype=torch.float32, device=device)
 
 
-def _total(partial: Tensor | None) -> Tensor | None:
-    if partial is None:
-        return None
+def _total(partial: Tensor) -> Tensor:
     return partial.sum(dim=0) if partial.shape[0] > 1 else partial[0]
 
 

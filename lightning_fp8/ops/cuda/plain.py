@@ -46,11 +46,12 @@ def aligned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
     if bias is not None and out_dtype != torch.float32:
         # cuBLASLt reads it without its stride; a `.to` that does nothing takes the host as long as an allocation
         fused = bias if bias.dtype == out_dtype and bias.is_contiguous() else bias.to(out_dtype).contiguous()
+    (a_codes, a_scale, a_scaling), (b_codes, b_scale, b_scaling) = a, b
     out = torch._scaled_mm(
-        as_taken(a.codes).view(FORMATS[a.scaling.format].dtype),
-        as_taken(b.codes).view(FORMATS[b.scaling.format].dtype).mT,
-        a.scale_inv,
-        b.scale_inv,
+        (a_codes if a_codes.is_contiguous() else as_taken(a_codes)).view(a_scaling.fp8.dtype),
+        (b_codes if b_codes.is_contiguous() else as_taken(b_codes)).view(b_scaling.fp8.dtype).mT,
+        a_scale,
+        b_scale,
         fused,
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
