@@ -7,15 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fp8.tools.report.charts import (
-    COLOURS,
-    Chart,
-    Line,
-    as_numbers,
-    curve_keys,
-    curves,
-    loss_keys,
-)
+from lightning_fp8.tools.report.charts import COLOURS, Chart, Line, as_numbers, curve_keys, curves, loss_keys
 from lightning_fp8.tools.report.runs import Run
 from lightning_fp8.tools.report.tensors import Tensors
 
@@ -41,21 +33,12 @@ def drawn(figure: Figure, name: str) -> str:
 def line_chart(chart: Chart, height: int = 260) -> Figure:
     """Lines over steps, with marked steps."""
     number = {"tickformat": "~%", "hoverformat": ".3~%", "rangemode": "tozero"} if chart.is_share else {}
-    layout = _layout(height, yaxis={**number, "type": "log" if chart.is_log else "linear", "automargin": True})
-    layout["shapes"] = [
-        {
-            **{"type": "line", "x0": one.step, "x1": one.step, "yref": "paper", "y0": 0, "y1": 1},
-            "line": {"color": _colour(one.colour), "width": 1, "dash": "dot"},
-        }
-        for one in chart.switches
-    ]
-    layout["annotations"] = [
-        {
-            **{"x": one.step, "yref": "paper", "y": 1, "text": _plain(one.label), "textangle": -90, "showarrow": False},
-            **{"xanchor": "right", "yanchor": "top"},
-        }
-        for one in chart.switches
-    ]
+    layout = _layout(height, {**number, "type": "log" if chart.is_log else "linear", "automargin": True})
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
+    text = {"yref": "paper", "y": 1, "textangle": -90, "showarrow": False, "xanchor": "right", "yanchor": "top"}
+    marks = [(one.step, {"color": _colour(one.colour), "width": 1, "dash": "dot"}) for one in chart.switches]
+    layout["shapes"] = [{**line, "x0": step, "x1": step, "line": style} for step, style in marks]
+    layout["annotations"] = [{**text, "x": one.step, "text": _plain(one.label)} for one in chart.switches]
     return {"data": _traces(chart.lines), "layout": layout}
 
 
@@ -102,7 +85,7 @@ def heat_map(tensors: Tensors) -> Figure:
     ]
     height = min(max(16 * len(names), 160), 1000) + 110
     yaxis = {"autorange": "reversed", "automargin": True, "showgrid": False, "tickfont": {"size": 10}}
-    return {"data": data, "layout": {**_layout(height, yaxis), "updatemenus": [_menu(buttons)]}}
+    return {"data": data, "layout": {**_layout(height, yaxis), "hovermode": "closest", "updatemenus": [_menu(buttons)]}}
 
 
 def _traces(lines: Sequence[Line]) -> list[Figure]:
