@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import json
 import math
 import sys
@@ -22,6 +24,7 @@ from matplotlib.figure import Figure
 from lightning_fp8 import (
     DelayedScaling,
     DtypeAudit,
+    Fp8Monitor,
     Fp8Precision,
     PrecisionSchedule,
     RunRecord,
@@ -31,8 +34,10 @@ from lightning_fp8 import (
 from lightning_fp8.tools.report import tables
 from lightning_fp8.tools.report.charts import curves, thinned
 from lightning_fp8.tools.report.command import main
+from lightning_fp8.tools.report.page import write_page
 from lightning_fp8.tools.report.runs import ReadError, Run, Series, read_csv, read_runs
 from lightning_fp8.tools.report.tensors import tensors_of
+from lightning_fp8.tools.report.verdict import findings, headline
 
 QUANTITIES = ("scale", "headroom_bits", "saturated_fraction", "underflowed_fraction")
 
@@ -272,36 +277,170 @@ def test_final_values_and_their_difference() -> None:
     assert texts(tables.final_values([run_of(one, "one")] * 2))[2] == ["reward", "-4", "-4", "0.000%"]
 
 
-def test_worst_layers_and_watchdog() -> None:
+def test_worst_values_of_layers() -> None:
     scalars = {
+        "fp8/b.in_proj.input/underflowed_fraction": ([4], [0.125]),
         "fp8/a.input/headroom_bits": ([4, 8], [1.0, -0.5]),
         "fp8/a.weight/headroom_bits": ([4, 8], [0.25, 3.0]),
         "fp8/a.weight/saturated_fraction": ([4, 8], [0.25, 0.5]),
         "fp8/a.weight/nonfinite_steps": ([4, 8], [0, 2]),
-        "fp8/b.in_proj.input/underflowed_fraction": ([4], [0.125]),
-        "fp8/a/sqnr_db": ([4, 8], [20.0, 28.5]),
-        "fp8/b/sqnr_db": ([4, 8], [31.0, 27.25]),
+    }
+    attention = {"layers": [{"path": path} for path in "ab"]}
+    table = tables.worst_layers(tensors_of(run_of(scalars, record=attention)))
+    assert texts(table) == [
+        ["a", "-0.50 bits (input, step 8)", "50.000% (weight, step 8)", "-", "2 (weight)"],
+        ["b", "-", "-", "12.500% (input, step 4)", "-"],
+    ]
+    assert [cell.style for cell in table.rows[0]] == [""] * 4 + ["wrong"]
+    assert "lightning_fp8.ScaleFactorLogger" in tables.worst_layers(tensors_of(run_of({}))).note
+
+
+def test_a_layer_that_stays_in_bf16_is_not_marked() -> None:
+    layer = {"path": "head", "kind": "Linear", "converted": False, "reason": "ignored"}
+    (row,) = tables.layers(run_of({}, record={"layers": [layer]})).rows
+    assert [(cell.text, cell.style) for cell in row][2] == ("not FP8", "")
+
+
+def test_many_tensors_share_lines_of_the_heat_map_by_role() -> None:
+    numbers = np.random.default_rng(0).random((200, 3, 2))
+    scalars = {
+        f"fp8/{layer}.{role}/{quantity}": ([0, 1], [*numbers[layer, number]])
+        for layer in range(200)
+        for number, role in enumerate(("input", "weight", "grad_output"))
+        for quantity in ("headroom_bits", "saturated_fraction")
+    }
+    tensors = tensors_of(run_of(scalars))
+    assert tensors is not None
+    names, planes = tensors.lines
+    # 600 tensors, three in a line
+    assert len(names) == 201
+    assert [names[0], names[66], names[67]] == ["0.input and 2 more", "198.input and 1 more", "0.weight and 2 more"]
+    np.testing.assert_array_equal(planes["headroom_bits"][67], numbers[:3, 1].min(axis=0))
+    np.testing.assert_array_equal(planes["saturated_fraction"][-1], numbers[198:, 2].max(axis=0))
+
+
+# the verdict
+
+
+def found(condition: str, where: str = "", **kwargs: Any) -> dict[str, Any]:
+    """One finding as ``Fp8Monitor`` writes it."""
+    return {
+        **{"condition": condition, "where": where, "since": 8, "last": 16, "value": 0.5, "holds": True},
+        **{
+            "what": f"{condition}!",
+            "meaning": "because",
+            "remedy": "`mend(it)`, or look",
+            "status": "unhealthy",
+            **kwargs,
+        },
     }
 
-    def worst(*keys: str) -> tables.Table:
-        run = run_of({key: scalars[key] for key in keys})
-        return tables.worst_layers(run, tensors_of(run))
 
-    table = worst(*scalars)
-    assert texts(table) == [
-        ["b", "27.2 dB", "-", "-", "12.500% (input, step 4)", "-"],
-        ["a", "28.5 dB", "-0.50 bits (input, step 8)", "50.000% (weight, step 8)", "-", "2 (weight)"],
-    ]
-    assert table.rows[1][5].mark
-    # a run with the probe alone
-    table = worst("fp8/a/sqnr_db")
-    assert texts(table) == [["a", "28.5 dB", "-", "-", "-", "-"]]
-    assert "add lightning_fp8.ScaleFactorLogger" in table.note
-    assert "lightning_fp8.ScaleFactorLogger" in worst().note
-    table = tables.watchdog(run_of({"fp8/watchdog/saturated": ([9, 19, 29], [0, 3, 1])}))
-    assert texts(table) == [["saturated", "3", "19", "1"]]
-    assert table.rows[0][0].mark
-    assert "lightning_fp8.ScaleWatchdog" in tables.watchdog(run_of({})).note
+def verdict_of(*all_found: dict[str, Any], status: str = "unhealthy", text: str = "FP8: sick") -> dict[str, Any]:
+    return {"status": status, "text": f"{text}\n more", "layers": 2, "steps": 16, "findings": [*all_found]}
+
+
+class FailsAt(Callback):
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+@pytest.mark.parametrize("last", [None, 10], ids=["ended", "failed"])
+def test_the_verdict_of_a_real_run(tmp_path: Path, last: int | None) -> None:
+    monitor, logger = Fp8Monitor(every_n_steps=4), CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, logger=logger, max_epochs=4, callbacks=[monitor, FailsAt(last)])
+    with contextlib.nullcontext() if last is None else pytest.raises(RuntimeError, match="stopped"):
+        trainer.fit(seeded(), loader())
+    (run,) = read_runs([Path(logger.log_dir)])
+    assert headline(run) == str(monitor.verdict()).splitlines()[0]
+    assert headline(run).startswith("FP8: ")
+    assert f"2 layers, {last or 16} steps" in headline(run)
+    assert [shown.what for shown in findings(run)] == [worst.what for worst, _ in monitor.verdict().groups]
+    # while the run goes on, its logger may not have written yet
+    (Path(logger.log_dir) / "metrics.csv").unlink()
+    (early,) = read_runs([Path(logger.log_dir)])
+    assert headline(early) == headline(run)
+    write_page([early], tmp_path / "report.html")
+    assert headline(run) in html.unescape((tmp_path / "report.html").read_text())
+
+
+def test_without_a_verdict_none_is_invented() -> None:
+    assert "add lightning_fp8.Fp8Monitor" in headline(run_of({}))
+    assert findings(run_of({})) == []
+    in_bf16 = headline(run_of({}, record={"precision": "bf16-mixed", "layers": None}))
+    assert "no layer runs in FP8 under precision bf16-mixed" in in_bf16
+
+
+def test_findings_of_one_condition_are_one() -> None:
+    ended = {"holds": False, "status": "look at"}
+    health = verdict_of(
+        *(found("saturated", f"{name}.input", since=1200 + number) for number, name in enumerate("abcde")),
+        found("bursts", "a.input", **ended),
+        found("spikes", since=16, remedy="look", status="not FP8", holds=False),
+    )
+    run = run_of({}, health=health)
+    assert headline(run) == "FP8: sick"
+    shown = findings(run)
+    assert [one.what for one in shown] == ["saturated!", "bursts!", "spikes!"]
+    assert [one.where for one in shown] == ["a.input, b.input, c.input and 2 more", "a.input", ""]
+    assert [one.when for one in shown] == ["since step 1,200", "from step 8 to 16", "at step 16"]
+    assert [one.remedy for one in shown] == [["", "mend(it)", ", or look"]] * 2 + [["look"]]
+
+
+@pytest.mark.parametrize(
+    ("finding", "is_wrong"),
+    [
+        (found("saturated"), True),
+        (found("saturated", holds=False), False),
+        (found("unused", status="look at"), False),
+        (found("diverges", status="not FP8"), False),
+        (found("nonfinite", status="not FP8"), True),
+    ],
+)
+def test_only_what_is_wrong_now_is_red(finding: dict[str, Any], is_wrong: bool) -> None:
+    (shown,) = findings(run_of({}, health=verdict_of(finding)))
+    assert shown.is_wrong == is_wrong
+
+
+SERIES = (
+    "fp8/a.input/saturated_fraction", "fp8/a.input/headroom_bits", "fp8/a.input/nonfinite_steps", "fp8/a.input/scale",
+    "fp8/a.grad_output/amax", "fp8/health/input/underflowed_fraction/max", "fp8/health/weight/sqnr_db/min",
+    "fp8/health/product/sqnr_db/min", "fp8/health/grad_output/headroom_bits/min", "train_loss", "lr",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("condition", "where", "key"),
+    [
+        ("saturated", "a.input", "fp8/a.input/saturated_fraction"),
+        ("margin", "a.input", "fp8/a.input/headroom_bits"),
+        ("nonfinite", "a.input", "fp8/a.input/nonfinite_steps"),
+        ("stale", "a.input", "fp8/a.input/scale"),
+        ("growing", "a.grad_output", "fp8/a.grad_output/amax"),
+        # the tensor itself was not logged, or the condition is of its role
+        ("underflowed", "a.input", "fp8/health/input/underflowed_fraction/max"),
+        ("imprecise", "a.weight", "fp8/health/weight/sqnr_db/min"),
+        ("bursts", "b.grad_output", "fp8/health/grad_output/headroom_bits/min"),
+        ("product", "a", "fp8/health/product/sqnr_db/min"),
+        ("diverges", "", "train_loss"),
+        ("unused", "a", None),
+        ("stale", "b.input", None),
+        ("a new condition", "a.input", None),
+    ],
+)
+def test_the_curve_of_a_finding(condition: str, where: str, key: str | None) -> None:
+    scalars = {key: ([4, 8], [1.0 + number, 2.0]) for number, key in enumerate(SERIES)}
+    (shown,) = findings(run_of(scalars, health=verdict_of(found(condition, where))))
+    if key is None:
+        assert shown.chart is None
+    else:
+        assert shown.chart is not None
+        assert [line.values for line in shown.chart.lines] == [scalars[key][1]]
+        assert [mark.step for mark in shown.chart.switches] == [8]
 
 
 def test_dtypes_from_a_file(tmp_path: Path) -> None:
@@ -319,7 +458,7 @@ def test_dtypes_from_a_file(tmp_path: Path) -> None:
         ["parameter", "float32", "bfloat16", "1", "1,048,576", "4.00", "MISMATCH"],
         ["parameter", "int64", "-", "1", "1,048,576", "8.00", "-"],
     ]
-    assert [cells[-1].mark for cells in table.rows] == [False, True, False]
+    assert [cells[-1].style for cells in table.rows] == ["", "mark", ""]
     assert texts(violations) == [["b", "parameter", "float32", "bfloat16"]]
 
 

@@ -16,7 +16,7 @@ from logged_runs import write_metrics
 from mutations import as_json, damaged_bytes, texts, trees
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_fp8 import DtypeAudit, RunRecord, ScaleFactorLogger
+from lightning_fp8 import DtypeAudit, Fp8Monitor, RunRecord, ScaleFactorLogger
 from lightning_fp8.tools.report.page import write_page
 from lightning_fp8.tools.report.pictures import write_pictures
 from lightning_fp8.tools.report.runs import ReadError, read_runs
@@ -28,10 +28,14 @@ HPARAMS = {"lr": 0.1, "layers": [1, 2], "model": {"width": 32, "name": "tiny", "
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a real run."""
     loggers = [CSVLogger(tmp_path_factory.mktemp("csv")), TensorBoardLogger(tmp_path_factory.mktemp("events"))]
-    callbacks = [RunRecord(), DtypeAudit(), ScaleFactorLogger(every_n_steps=1)]
+    callbacks = [RunRecord(), DtypeAudit(), ScaleFactorLogger(every_n_steps=1), Fp8Monitor(every_n_steps=2)]
     make_trainer(Path(), logger=loggers, log_every_n_steps=1, callbacks=callbacks).fit(seeded(), loader())
     folder = Path(loggers[0].log_dir)
     (folder / "hparams.yaml").write_text(json.dumps(HPARAMS))
+    finding = dict.fromkeys(("condition", "where", "what", "meaning", "remedy", "status"), "stale")
+    verdict = json.loads((folder / "fp8_health.json").read_text())
+    verdict["findings"] += [{**finding, "since": 1, "last": 2, "value": 0.5, "holds": True}]
+    (folder / "fp8_health.json").write_text(json.dumps(verdict))
     shutil.copytree(loggers[1].log_dir, folder / "events")
     return folder
 
@@ -67,7 +71,7 @@ def are_reported(file: Path, contents: Iterable[bytes], name: str = "") -> set[b
     return results
 
 
-@pytest.mark.parametrize("name", ["fp8_run.json", "fp8_dtypes.json", "hparams.yaml"])
+@pytest.mark.parametrize("name", ["fp8_run.json", "fp8_dtypes.json", "fp8_health.json", "hparams.yaml"])
 def test_any_record(folder: Path, name: str) -> None:
     assert is_reported(folder, "", pictures=True)
     text = (folder / name).read_text()
@@ -81,6 +85,11 @@ def rows(**wrong: Any) -> str:
     """Two rows of ``DtypeAudit``, of which the second is wrong."""
     right = {"kind": "parameter", "name": "a", "actual": "float32", "expected": None, "elements": 1}
     return json.dumps({"rows": [right, {**right, **wrong}], "violations": []})
+
+
+def verdict(**wrong: Any) -> str:
+    """A verdict of ``Fp8Monitor`` in which one field is wrong."""
+    return json.dumps({"status": "healthy", "text": "FP8: healthy", "layers": 1, "steps": 4, "findings": [], **wrong})
 
 
 BOMB, MERGES = (
@@ -103,6 +112,13 @@ WRONG = {
         ("{}", r"`content\.rows` must be a list, got None"),
         (rows(actual="float99"), r"rows\[1\]\.actual` must be the name of a dtype of torch, got 'float99'"),
         (rows(elements=2**63), r"rows\[1\]\.elements` must be a whole number of at least 0, got 9223372036854775808"),
+    ],
+    "fp8_health.json": [
+        ("{}", r"`content\.status` must be one of healthy, look at, unhealthy, not FP8, got None"),
+        ('{"status": ["healthy"]}', r"`content\.status` must be one of .*, got \['healthy'\]"),
+        (verdict(findings=[{"condition": "stale"}]), r"`content\.findings\[0\]\.where` must be text, got None"),
+        (verdict(steps="many"), r"`content\.steps` must be a whole number of at least 0, got 'many'"),
+        (verdict(findings=None), r"`content\.findings` must be a list, got None"),
     ],
     "hparams.yaml": [
         (BOMB, "it has more than 1,000,000 characters"),
@@ -142,8 +158,9 @@ CELLS = (
     "\u0664", "-1", "0", "2.5", "9007199254740992", "-9007199254740992", "True", "x" * 200_000,
 )  # fmt: skip
 SPECIAL = (
-    "fp8/input/scale/min", "fp8//scale", "fp8/.input/scale", "fp8/input/scale", "fp8/sqnr_db", "fp8//sqnr_db",
-    "fp8/watchdog/", "fp8/watchdog/a", "fp8/net.0.input/nonfinite_steps", "fp8/net.2.weight/headroom_bits",
+    "fp8/input/scale/min", "fp8//scale", "fp8/.input/scale", "fp8/input/scale",
+    "fp8/health/", "fp8/health/findings", "fp8/health/input/sqnr_db/min",
+    "fp8/net.0.input/nonfinite_steps", "fp8/net.2.weight/headroom_bits",
     "fp8/input/headroom_bits/min", "fp8/input/saturated_fraction/max",
 )  # fmt: skip
 COLUMNS = (*SPECIAL, "step", "epoch", "", "$x^{", "</script>", f"fp8/net.{'9' * 5001}.input/scale")

@@ -12,6 +12,8 @@ import numpy as np
 from lightning_fp8.ops.formats import ROLES
 from lightning_fp8.tools.report.runs import Run, Series
 
+# Okabe and Ito's colours, which most colour-blind people can tell apart
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MAX_POINTS = 2000
 _LARGEST = float(np.finfo(np.float32).max)
 SCHEDULE = "fp8/schedule"
@@ -23,7 +25,10 @@ _OF_ROLES = {
     "headroom_bits": ("Headroom, bits", "min"),
     "saturated_fraction": ("Saturated share", "max"),
     "underflowed_fraction": ("Underflowed share", "max"),
+    "sqnr_db": ("Signal to noise, dB", "min"),
 }
+# where summaries are logged: by `ScaleFactorLogger` and by `Fp8Monitor`
+_SUMMARIES = ("fp8/{}/{}/{}", "fp8/health/{}/{}/{}")
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Line:
 
 @dataclass
 class Switch:
-    """The first step logged after a run has changed its precision, and what to."""
+    """A step to be marked: the first one logged after a run has changed its precision, and what to."""
 
     step: int
     label: str
@@ -54,6 +59,7 @@ class Chart:
     is_share: bool
     lines: list[Line]
     switches: list[Switch] = field(default_factory=list)
+    is_log: bool = False
 
 
 def curve_keys(runs: Sequence[Run]) -> list[str]:
@@ -75,7 +81,7 @@ def loss_keys(keys: Sequence[str]) -> list[str]:
 def curves(runs: Sequence[Run], keys: Sequence[str]) -> Chart:
     """The metrics of all runs: a colour for each run, a style for each metric."""
     lines = [
-        _line(f"{run.name} {key}", position, style, run.scalars[key])
+        line(f"{run.name} {key}", position, style, run.scalars[key])
         for position, run in enumerate(runs)
         for style, key in enumerate(keys)
         if key in run.scalars
@@ -102,24 +108,31 @@ def role_charts(run: Run) -> dict[str, Chart]:
     charts = {}
     for quantity, (title, worst) in _OF_ROLES.items():
         lines = [
-            _line(f"{role}, {statistic}", colour, style, run.scalars[key])
-            for colour, role in enumerate(ROLES)
+            line(f"{role}, {statistic}", colour, style, series)
+            for colour, role in enumerate((*ROLES, "product"))
             for statistic, style in (("median", 0), (worst, 2))
-            if (key := f"fp8/{role}/{quantity}/{statistic}") in run.scalars
+            if (series := summary(run, role, quantity, statistic)) is not None
         ]
         if lines:
-            charts[quantity] = Chart(title, quantity != "headroom_bits", lines)
+            charts[quantity] = Chart(title, quantity.endswith("fraction"), lines)
     return charts
 
 
-def _line(name: str, colour: int, style: int, series: Series) -> Line:
+def summary(run: Run, role: str, quantity: str, statistic: str) -> Series | None:
+    """A statistic of a quantity over the tensors of a role, from the first callback that logged it."""
+    keys = (key.format(role, quantity, statistic) for key in _SUMMARIES)
+    return next((run.scalars[key] for key in keys if key in run.scalars), None)
+
+
+def line(name: str, colour: int, style: int, series: Series) -> Line:
+    """A line of a chart, with at most ``MAX_POINTS`` points."""
     some = thinned(series)
     return Line(name, colour, style, some.steps.tolist(), as_numbers(some.values))
 
 
-def as_numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Seven digits of each number; None if it is not finite in float32, so that no axis extends to float64's end."""
-    return [float(f"{value:.7g}") if abs(value) <= _LARGEST else None for value in values]
+def as_numbers(values: Sequence[float] | np.ndarray, digits: int = 7) -> list[float | None]:
+    """Some digits of each number; None if it is not finite in float32, so that no axis extends to float64's end."""
+    return [float(f"{value:.{digits}g}") if abs(value) <= _LARGEST else None for value in values]
 
 
 def thinned(series: Series, points: int = MAX_POINTS) -> Series:

@@ -1,98 +1,70 @@
-"""The page: every number of the report in one HTML file that needs no network."""
+"""The page: one HTML file that needs no network. It begins with the verdict; all else is folded below it."""
 
 from __future__ import annotations
 
-import base64
-import html
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import numpy.typing as npt
-import torch
-
 from lightning_fp8.tools.report import tables
-from lightning_fp8.tools.report.charts import as_numbers, curve_keys, curves, loss_keys, role_charts
+from lightning_fp8.tools.report.charts import role_charts
+from lightning_fp8.tools.report.figures import curve_chart, drawn, heat_map, line_chart
 from lightning_fp8.tools.report.runs import Run
-from lightning_fp8.tools.report.tensors import Tensors, sqnr_of, tensors_of
+from lightning_fp8.tools.report.tensors import tensors_of
+from lightning_fp8.tools.report.verdict import MOST_SHOWN, findings, headline
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = ("data.js", "tables.js", "charts.js", "heatmap.js", "page.js")
 
 
 def write_page(runs: Sequence[Run], path: Path) -> None:
     """Write the report on one or more runs as HTML.
 
     Raises:
-        ModuleNotFoundError: without plotly.
+        ModuleNotFoundError: without plotly or jinja2.
     """
+    from jinja2 import Environment, FileSystemLoader
     from plotly.offline import get_plotlyjs
 
-    title = "FP8 report: " + ", ".join(run.name for run in runs)
-    page = Template(_text("page.html")).substitute(
-        title=html.escape(title),
-        style=_text("page.css"),
+    # names may hold anything, even `</script>`
+    templates = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    curves = curve_chart(runs)
+    page = templates.get_template("page.html").render(
+        title="FP8 report: " + ", ".join(run.name for run in runs),
         plotly=get_plotlyjs(),
-        data=page_json(runs),
-        script="\n".join(map(_text, _SCRIPTS)),
+        runs=[_of_run(run, number) for number, run in enumerate(runs)],
+        curves=curves and drawn(curves, "curves-chart"),
+        finals=tables.final_values(runs),
+        environment=tables.environment(runs),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
-def page_json(runs: Sequence[Run]) -> str:
-    """What the page shows, as JSON that can be part of HTML."""
-    keys = curve_keys(runs)
-    data = {
-        "runs": [_run_data(run) for run in runs],
-        "curves": {key: curves(runs, [key]) for key in keys},
-        "losses": loss_keys(keys),
-        "finals": tables.final_values(runs),
-        "environment": tables.environment(runs),
-    }
-    # tables and charts as objects; a name may hold anything, even `</script>`
-    return json.dumps(data, default=vars, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _run_data(run: Run) -> dict[str, Any]:
-    tensors = tensors_of(run)
-    last = max(series.steps[-1] for series in run.scalars.values())
-    about = [run.note, f"logged up to step {last:,}"]
+def _of_run(run: Run, number: int) -> dict[str, Any]:
+    """What the template shows of a run."""
+    tensors, found = tensors_of(run), findings(run)
+    charts = [
+        drawn(line_chart(shown.chart, 220), f"finding-{number}-{place}") if shown.chart else ""
+        for place, shown in enumerate(found[:MOST_SHOWN])
+    ]
+    about = [run.precision or "precision not recorded", run.note]
+    if run.scalars:
+        about.append(f"logged up to step {max(series.steps[-1] for series in run.scalars.values()):,}")
     if "parameters" in run.record:
         about.append(f"{run.record['parameters']:,} parameters")
     return {
         "name": run.name,
-        "folder": str(run.folder),
-        "about": " · ".join(about),
-        "precision": run.precision or "precision not recorded",
-        "roles": role_charts(run),
-        "tensors": tensors and _tensor_data(run, tensors),
-        "worst": tables.worst_layers(run, tensors),
-        "watchdog": tables.watchdog(run),
+        "about": [*about, run.folder],
+        "verdict": headline(run),
+        "status": run.health.get("status", "none"),
+        "findings": list(zip(found, charts)),
+        "more": len(found) - len(charts),
+        "map": tensors and drawn(heat_map(tensors), f"map-{number}"),
+        "lost": [
+            (chart.title, drawn(line_chart(chart), f"lost-{number}-{quantity}"))
+            for quantity, chart in role_charts(run).items()
+        ],
+        "worst": tables.worst_layers(tensors),
         "layers": tables.layers(run),
         "dtypes": tables.dtypes(run),
     }
-
-
-def _tensor_data(run: Run, tensors: Tensors) -> dict[str, Any]:
-    sqnr = sqnr_of(run)
-    return {
-        "names": tensors.names,
-        "columns": tensors.steps[tensors.bounds].tolist(),
-        "planes": {quantity: half(values) for quantity, values in tensors.columns.items()},
-        "worst": {quantity: as_numbers(values) for quantity, (values, _) in tensors.worst.items()}
-        | {"sqnr": as_numbers([sqnr.get(layer, math.nan) for layer in tensors.layers])},
-    }
-
-
-def half(values: npt.NDArray[Any]) -> str:
-    """Numbers as bfloat16 (at most 0.4% off, with float32's range), little endian, in base64."""
-    halves = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
-    return base64.b64encode(halves.astype("<i2").tobytes()).decode()
-
-
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fp8.tools.report.charts import Chart, curve_keys, curves, loss_keys, role_charts
+from lightning_fp8.tools.report.charts import COLOURS, Chart, curve_keys, curves, loss_keys, role_charts
 from lightning_fp8.tools.report.runs import Run
 from lightning_fp8.tools.report.tensors import tensors_of
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart; the page uses the same
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # names may have dollar signs, which must not start a formula
 STYLE: dict[Any, Any] = {"text.parse_math": False, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
 _LINES = ("-", "--", ":")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_fp8.runtime.run_files import DTYPES_FILE, RUN_FILE
+from lightning_fp8.runtime.run_files import DTYPES_FILE, HEALTH_FILE, RUN_FILE
 
 # what Lightning's loggers write
 HPARAMS_FILE = "hparams.yaml"
@@ -29,12 +29,20 @@ _WORDS = {
     dict: "an object",
     torch.dtype: "the name of a dtype of torch",
 }
-# what a file holds: a type, a list of items of one kind, or an object with at least these fields
+# what a file holds: a type, one of several texts, a list of items of one kind, or an object with at least these fields
 _LAYER = {"path": str, "kind": str, "converted": bool, "reason": str}
 _TENSOR = {"kind": str, "name": str, "actual": torch.dtype, "expected": str, "elements": int}
 _RECORD = {
     **{"precision": str, "parameters": int, "environment": {}, "recipe": {}, "modules": [str], "layers": [_LAYER]},
     "schedule": [str],
+}
+_FINDING = {
+    **dict.fromkeys(("condition", "where", "what", "meaning", "remedy", "status"), str),
+    **{"since": int, "last": int, "holds": bool},
+}
+_HEALTH = {
+    "status": ("healthy", "look at", "unhealthy", "not FP8"),
+    **{"text": str, "layers": int, "steps": int, "findings": [_FINDING]},
 }
 # may be null or missing
 _OPTIONAL = {*_RECORD, "expected"}
@@ -53,10 +61,11 @@ class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
 
 _PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, tag, node: f"({tag})")
 
-# how each file is parsed, and what it holds: from `RunRecord`, `DtypeAudit` and Lightning's loggers
+# how each file is parsed, and what it holds: from our callbacks and Lightning's loggers
 _FILES: dict[str, tuple[Callable[[str], Any], dict[str, Any]]] = {
     RUN_FILE: (json.loads, _RECORD),
     DTYPES_FILE: (json.loads, {"rows": [_TENSOR], "violations": [_TENSOR]}),
+    HEALTH_FILE: (json.loads, _HEALTH),
     HPARAMS_FILE: (lambda text: yaml.load(text, _PlainLoader) or {}, {}),
 }
 
@@ -93,14 +102,17 @@ def _check_text(content: Any) -> None:
 
 def _check(value: Any, shape: Any, name: str) -> None:
     kind = type(shape) if isinstance(shape, list | dict) else shape
-    if kind is torch.dtype:
+    words = f"one of {', '.join(kind)}" if isinstance(kind, tuple) else _WORDS[kind]
+    if isinstance(kind, tuple):
+        fits = value in kind
+    elif kind is torch.dtype:
         fits = isinstance(getattr(torch, str(value), None), torch.dtype)
     elif kind is int:
         fits = type(value) is int and 0 <= value < 2**63
     else:
         fits = isinstance(value, kind)
     if not fits:
-        raise ReadError(f"`{name}` must be {_WORDS[kind]}, got {reprlib.repr(value)}")
+        raise ReadError(f"`{name}` must be {words}, got {reprlib.repr(value)}")
     if isinstance(shape, list):
         for position, item in enumerate(value):
             _check(item, shape[0], f"{name}[{position}]")

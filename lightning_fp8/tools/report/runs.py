@@ -1,4 +1,4 @@
-"""Reads runs from the folders that loggers wrote: series by key."""
+"""Reads runs from the folders that loggers and callbacks wrote: series by key, and records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_fp8.runtime.run_files import DTYPES_FILE, RUN_FILE
+from lightning_fp8.runtime.run_files import DTYPES_FILE, HEALTH_FILE, RUN_FILE
 from lightning_fp8.tools.report.records import HPARAMS_FILE, ReadError, read_record
 
 CSV_FILE = "metrics.csv"
@@ -43,8 +43,9 @@ class Run:
         folder: where the logs are.
         note: how the logs were found.
         scalars: series by key.
-        record: what ``RunRecord`` wrote; empty without it, as are the next two.
+        record: what ``RunRecord`` wrote; empty without it, as are the next three.
         dtypes: what ``DtypeAudit`` wrote.
+        health: what ``Fp8Monitor`` wrote.
         hparams: the model's hyperparameters, saved by Lightning.
     """
 
@@ -54,6 +55,7 @@ class Run:
     scalars: dict[str, Series]
     record: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(default_factory=dict)
     hparams: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -74,22 +76,23 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for name, folder, place in zip(_names(places), folders, places):
         path = place / CSV_FILE
         scalars = read_csv(path) if path.is_file() else _read_events(place)
-        if not scalars:
+        # a run is known by its verdict before its loggers have written, and where they write elsewhere
+        if not scalars and not (place / HEALTH_FILE).is_file():
             raise ReadError(f"{path if path.is_file() else place} has no step with a number in it yet.")
         source = CSV_FILE if path.is_file() else "TensorBoard's event files"
-        note = f"read from {source}"
+        note = f"read from {source}" if scalars else f"read from {HEALTH_FILE}: no logs yet"
         if place != folder:
             note = f"{place.name}, the newest of {folder} · {note}"
-        records = [read_record(place / name) for name in (RUN_FILE, DTYPES_FILE, HPARAMS_FILE)]
+        records = [read_record(place / name) for name in (RUN_FILE, DTYPES_FILE, HEALTH_FILE, HPARAMS_FILE)]
         runs.append(Run(name, place, note, scalars, *records))
     return runs
 
 
 def _place(folder: Path) -> Path:
-    """The folder itself if it has logs, or the newest version in it."""
+    """The folder itself if it has logs or a verdict, or the newest version in it."""
     if not folder.is_dir():
         raise ReadError(f"There is no folder {folder}.")
-    folders = sorted({path.parent for name in (CSV_FILE, _EVENTS) for path in folder.rglob(name)})
+    folders = sorted({path.parent for name in (CSV_FILE, _EVENTS, HEALTH_FILE) for path in folder.rglob(name)})
     if folder in folders:
         return folder
     versions = {
@@ -134,6 +137,8 @@ def read_csv(path: Path) -> dict[str, Series]:
 
 
 def _read_events(folder: Path) -> dict[str, Series]:
+    if not any(folder.glob(_EVENTS)):
+        return {}
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ModuleNotFoundError as error:

@@ -13,13 +13,13 @@ import torch
 
 from lightning_fp8.tools.report.charts import curve_keys
 from lightning_fp8.tools.report.runs import Run
-from lightning_fp8.tools.report.tensors import Tensors, sqnr_of
+from lightning_fp8.tools.report.tensors import Tensors
 
 # title, and format with unit, of each quantity in the table of the worst values
 _WORST = {
-    "headroom_bits": ("lowest headroom<", "{:.2f} bits"),
-    "saturated_fraction": ("highest saturation>", "{:.3%}"),
-    "underflowed_fraction": ("highest underflow>", "{:.3%}"),
+    "headroom_bits": ("lowest headroom", "{:.2f} bits"),
+    "saturated_fraction": ("highest saturation", "{:.3%}"),
+    "underflowed_fraction": ("highest underflow", "{:.3%}"),
 }
 
 
@@ -27,11 +27,11 @@ _NO_RECORD = "Not recorded: add lightning_fp8.RunRecord."
 
 
 class Cell(NamedTuple):
-    """One cell: its text, its sort value, and whether it is marked."""
+    """One cell: its text, its sort value, and its style: ``""``, ``"mark"``, or ``"wrong"``, in red."""
 
     text: str
     sort: float | None = None
-    mark: bool = False
+    style: str = ""
 
 
 @dataclass
@@ -39,22 +39,20 @@ class Table:
     """A table.
 
     Attributes:
-        columns: titles. A trailing ``<`` or ``>`` is not shown: it says whether the lowest or highest comes first.
+        columns: titles.
         rows: one cell per column; the first cell names the row.
         note: a line above the table; if there are no rows, it says how to get them.
-        by_layer: whether the first cells are module paths.
     """
 
     columns: list[str]
     rows: list[list[Cell]]
     note: str = ""
-    by_layer: bool = False
 
 
 def final_values(runs: Sequence[Run]) -> Table:
     """The last value of each curve in each run, and its relative difference from the first run's."""
     names = [run.name for run in runs]
-    columns = ["metric", *(f"{name}<" for name in names), *(f"{name} against {names[0]}<" for name in names[1:])]
+    columns = ["metric", *names, *(f"{name} against {names[0]}" for name in names[1:])]
     rows, gaps = [], []
     for key in curve_keys(runs):
         curves = [run.scalars[key].values if key in run.scalars else np.array([]) for run in runs]
@@ -67,55 +65,31 @@ def final_values(runs: Sequence[Run]) -> Table:
     return Table(columns, rows, note if rows else "No metric has more than one step.")
 
 
-def worst_layers(run: Run, tensors: Tensors | None) -> Table:
-    """The worst values of each layer over the run, and its newest signal-to-noise ratio."""
-    sqnr = sqnr_of(run)
-    if tensors is None and not sqnr:
+def worst_layers(tensors: Tensors | None) -> Table:
+    """The worst values of each layer over the run."""
+    if tensors is None:
         return Table([], [], "Nothing was logged about tensors: add lightning_fp8.ScaleFactorLogger to an FP8 run.")
     members: dict[str, list[int]] = {}
-    for row, layer in enumerate(tensors.layers if tensors else []):
+    for row, layer in enumerate(tensors.layers):
         members.setdefault(layer, []).append(row)
-    members |= {path: [] for path in sqnr if path not in members}
-    rows = [
-        [Cell(path or "(root)"), _number(sqnr.get(path), "{:.1f} dB"), *_worst_cells(tensors, members[path])]
-        for path in members
-    ]
-    rows.sort(key=lambda cells: math.inf if (value := cells[1 if sqnr else 2].sort) is None else value)
-    note = "" if sqnr else "No signal to noise ratios: add lightning_fp8.QuantizationProbe."
-    if tensors is None:
-        note = "No headroom, saturation and underflow: add lightning_fp8.ScaleFactorLogger."
-    titles = [title for title, _ in _WORST.values()]
-    return Table(["layer", "SQNR, newest<", *titles, "non-finite steps>"], rows, note, by_layer=True)
+    rows = [[Cell(path or "(root)"), *_worst_cells(tensors, members[path])] for path in members]
+    rows.sort(key=lambda cells: math.inf if (value := cells[1].sort) is None else value)
+    return Table(["layer", *(title for title, _ in _WORST.values()), "non-finite steps"], rows)
 
 
-def _worst_cells(tensors: Tensors | None, rows: list[int]) -> list[Cell]:
-    if tensors is None or not rows:
-        return [Cell("-")] * (len(_WORST) + 1)
+def _worst_cells(tensors: Tensors, rows: list[int]) -> list[Cell]:
     roles = {row: tensors.names[row].rpartition(".")[2] for row in rows}
     cells = []
     for quantity, (title, form) in _WORST.items():
         values, steps = tensors.worst[quantity]
         pairs = [(float(values[row]), row) for row in rows if not math.isnan(values[row])]
         # the first of equal ones
-        pick = min if title.endswith("<") else max
+        pick = min if title.startswith("lowest") else max
         value, row = pick(pairs, key=lambda pair: pair[0], default=(None, 0))
         cells.append(_number(value, f"{form} ({roles.get(row)}, step {steps[row]})"))
     counts = [(count, role) for row, role in roles.items() if not math.isnan(count := tensors.nonfinite_steps[row])]
     most, role = max(counts, default=(None, ""))
-    return [*cells, _number(most, f"{{:.0f}} ({role})" if most else "{:.0f}", mark=bool(most))]
-
-
-def watchdog(run: Run) -> Table:
-    """What ``ScaleWatchdog`` counted."""
-    rows = []
-    for key, (steps, values) in run.scalars.items():
-        if key.startswith("fp8/watchdog/"):
-            at = int(np.where(np.isnan(values), -1, values).argmax())
-            most, step, newest = values[at], float(steps[at]), values[-1]
-            name = Cell(key.removeprefix("fp8/watchdog/"), mark=bool(most > 0))
-            rows.append([name, _number(most), _number(step, "{:,.0f}"), _number(newest)])
-    note = "" if rows else "Nothing was watched: add lightning_fp8.ScaleWatchdog."
-    return Table(["tensors, and layers that fell back", "most>", "first at step<", "newest>"], rows, note)
+    return [*cells, _number(most, f"{{:.0f}} ({role})" if most else "{:.0f}", "wrong" if most else "")]
 
 
 def layers(run: Run) -> Table:
@@ -126,11 +100,11 @@ def layers(run: Run) -> Table:
         return Table([], [], why)
     rows = []
     for row in entries:
-        runs_in = Cell("FP8") if row["converted"] else Cell("not FP8", mark=True)
+        runs_in = Cell("FP8" if row["converted"] else "not FP8")
         rows.append([Cell(row["path"] or "(root)"), Cell(row["kind"]), runs_in, Cell(row["reason"])])
     flags = [row["converted"] for row in entries if row["kind"] != "Parameter"]
     note = f"{sum(flags)} of {len(flags)} layers ran in FP8 when the run started."
-    return Table(["layer", "class", "runs in", "because"], rows, note, by_layer=True)
+    return Table(["layer", "class", "runs in", "because"], rows, note)
 
 
 def dtypes(run: Run) -> tuple[Table, Table]:
@@ -144,15 +118,15 @@ def dtypes(run: Run) -> tuple[Table, Table]:
         groups.setdefault(key, []).append(row["elements"])
     rows = []
     for (kind, actual, expected, is_wrong), elements in groups.items():
-        verdict = Cell("MISMATCH", mark=True) if is_wrong else Cell("-" if expected == "-" else "ok")
+        verdict = Cell("MISMATCH", style="mark") if is_wrong else Cell("-" if expected == "-" else "ok")
         mib = sum(elements) * getattr(torch, actual).itemsize / 2**20
         numbers = [_number(len(elements), "{:,}"), _number(sum(elements), "{:,}"), _number(mib, "{:,.2f}")]
         rows.append([Cell(kind), Cell(actual), Cell(expected), *numbers, verdict])
     violations = [
-        [Cell(row["name"]), Cell(row["kind"]), Cell(row["actual"], mark=True), Cell(row.get("expected") or "-")]
+        [Cell(row["name"]), Cell(row["kind"]), Cell(row["actual"], style="mark"), Cell(row.get("expected") or "-")]
         for row in run.dtypes["violations"]
     ]
-    columns = ["what", "actual", "expected", "tensors>", "elements>", "MiB>", "verdict"]
+    columns = ["what", "actual", "expected", "tensors", "elements", "MiB", "verdict"]
     return Table(columns, rows), Table(["tensor", "what", "actual", "expected"], violations)
 
 
@@ -162,8 +136,8 @@ def environment(runs: Sequence[Run]) -> Table:
     rows = []
     for name in dict.fromkeys(name for run_facts in facts for name in run_facts):
         values = [run_facts.get(name, "-") for run_facts in facts]
-        differs = len(set(values)) > 1
-        rows.append([Cell(value, mark=differs) for value in (name, *values)])
+        style = "mark" if len(set(values)) > 1 else ""
+        rows.append([Cell(value, style=style) for value in (name, *values)])
     missing = [run.name for run in runs if not run.record]
     note = f"No record of {', '.join(missing)}: add lightning_fp8.RunRecord." if missing else ""
     return Table(["", *(run.name for run in runs)], rows, note)
@@ -184,9 +158,9 @@ def _fact(value: Any) -> str:
     return "-" if value in (None, "") else f"{value:,}" if isinstance(value, int) and value > 9999 else str(value)
 
 
-def _number(value: float | None, form: str = "{:.5g}", mark: bool = False) -> Cell:
+def _number(value: float | None, form: str = "{:.5g}", style: str = "") -> Cell:
     if value is None:
         return Cell("-")
     # without a sign where it rounds to zero
     text = re.sub(r"^[-+](?=[0.]+(?![\d.]))", "", form.format(value))
-    return Cell(text, float(value) if math.isfinite(value) else None, mark)
+    return Cell(text, float(value) if math.isfinite(value) else None, style)

@@ -21,6 +21,7 @@ PLANES = {
     "underflowed_fraction": "max",
 }
 MAX_COLUMNS = 150
+MAX_LINES = 240
 
 
 @dataclass
@@ -61,6 +62,20 @@ class Tensors:
         }
 
     @cached_property
+    def lines(self) -> tuple[list[str], dict[str, Floats]]:
+        """Names and ``columns`` by role; beyond ``MAX_LINES`` a line is the worst, or lowest, of several neighbours."""
+        each = -(-len(self.names) // MAX_LINES)
+        rows = [[row for row, name in enumerate(self.names) if name.endswith(f".{role}")] for role in ROLES]
+        groups = [some[start : start + each] for some in rows for start in range(0, len(some), each)]
+        names = [self.names[row] + (f" and {len(more)} more" if more else "") for row, *more in groups]
+        reduce = {quantity: np.fmax if how == "max" else np.fmin for quantity, how in PLANES.items()}
+        planes = {
+            quantity: np.stack([reduce[quantity].reduce(values[group], axis=0) for group in groups])
+            for quantity, values in self.columns.items()
+        }
+        return names, planes
+
+    @cached_property
     def worst(self) -> dict[str, tuple[Floats, npt.NDArray[np.int64]]]:
         """The worst value of each tensor over the run, ``[R]``, NaN where there is none, and its first step."""
         by_quantity = {}
@@ -90,7 +105,7 @@ def tensors_of(run: Run) -> Tensors | None:
                 values[quantity][row, np.searchsorted(steps, series.steps)] = series.values
             else:
                 nonfinite[row] = series.values[-1]
-    paths = {row["path"] for row in run.record.get("layers") or []} | sqnr_of(run).keys()
+    paths = {row["path"] for row in run.record.get("layers") or []}
     return Tensors(names, [_layer_of(name, paths) for name in names], steps, values, nonfinite)
 
 
@@ -110,9 +125,3 @@ def _layer_of(name: str, paths: set[str]) -> str:
     module = name.rpartition(".")[0]
     parent = module.rpartition(".")[0]
     return parent if module not in paths and parent in paths else module
-
-
-def sqnr_of(run: Run) -> dict[str, float]:
-    """The newest SQNR that ``QuantizationProbe`` measured, in dB, by module path."""
-    matches = {key: re.fullmatch("fp8/(?:(.+)/)?sqnr_db", key, re.DOTALL) for key in run.scalars}
-    return {of[1] or "": float(run.scalars[key].values[-1]) for key, of in matches.items() if of}
