@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TypeVar, cast
 
 from torch import nn
@@ -11,9 +12,9 @@ from torch import nn
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.one_state import Member, arrange, path_of_gemm, state_of
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted
-from lightning_fp8.conversion.rows import Candidate
 from lightning_fp8.conversion.settings import Overrides
 from lightning_fp8.conversion.shared_inputs import share_inputs
+from lightning_fp8.conversion.table import LayerTable
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import exchange_class, own_class, plain_class
@@ -108,7 +109,11 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     _give_settings(plan)
     layers = [layer for _, layer in plan.modules]
     state.model.scanned.update(layers)
-    state.model.ignored = plan.ignore_modules
+    state.model.ignored = tuple(chain.from_iterable(plan.patterns.values()))
+    for spec in plan.layers:
+        state.model.left_out.pop(spec.layer, None)
+        if spec.is_ignored and spec.reason:
+            state.model.left_out[spec.layer] = spec.reason
     share_inputs(layers)
     _fuse(layers)
     keep_own_forwards(layers, Fp8Module)
@@ -175,8 +180,11 @@ def describe(
     min_features: int | None = None,
     overrides: Overrides | None = None,
     recipe: Recipe | None = None,
-) -> list[Candidate]:
-    """A row for each layer that could run in FP8: whether it does, and why. ``print(*describe(model), sep="\\n")``.
+) -> LayerTable:
+    """A row for each layer that could run in FP8: whether it does, why, and what would change it.
+
+    The result is a list of rows, and ``print(describe(model))`` shows it as a table, in which rows that differ only in
+    the numbers of their paths are one line.
 
     After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
     embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is

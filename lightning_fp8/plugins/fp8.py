@@ -175,8 +175,9 @@ class Fp8Precision(PrecisionCore):
     def _convert_layers(self, module: nn.Module) -> None:
         plan = conversion_plan(
             module,
-            (*self.ignore_modules, *self.keep_fp32),
+            self.ignore_modules,
             RECIPES[self.precision],
+            self.keep_fp32,
             recipe=self.recipe,
             min_features=self.min_features,
             frozen_weights=self.frozen_weights,
