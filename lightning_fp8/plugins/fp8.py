@@ -128,6 +128,14 @@ class Fp8Precision(PrecisionCore):
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
 
     @override
+    def _argument(self, name: str) -> Any:
+        if name == "param_dtype" and self.param_dtype == torch.float32:
+            return None
+        if name == "recipe" and self.recipe is None and self.precision != Fp8Precision.precision:
+            return self.precision
+        return super()._argument(name)
+
+    @override
     def _forget_models(self) -> None:
         super()._forget_models()
         # converted models without a forward so far: their layers may have been sharded since

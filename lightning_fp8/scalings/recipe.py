@@ -82,7 +82,9 @@ class Recipe(ABC):
             self.require_choice(product, get_args(ProductPrecision))
 
     def __repr__(self) -> str:
-        shown = (f"{name}={getattr(self, name)!r}" for name in _names(type(self)) if getattr(self, name) != "fp8")
+        defaults = {field.name: field.default for field in fields(self)}
+        values = {name: getattr(self, name) for name in _names(type(self))}
+        shown = (f"{name}={value!r}" for name, value in values.items() if value != defaults[name])
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
