@@ -22,6 +22,7 @@ from lightning_fp8.modules.fused_blocks import Fp8FeedForward, fuse_feed_forward
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.known_blocks import known_form
 from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.precision import BF16, Choice
@@ -35,7 +36,7 @@ _OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 def convert(
     module: ModuleT,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     ignore_modules: Sequence[str] = (),
     min_features: int | None = None,
     frozen_weights: FrozenWeights | None = None,
@@ -58,7 +59,8 @@ def convert(
 
     Args:
         module: the model; converted in place.
-        recipe: how scales are computed. Default ``DelayedScaling()``, or for a converted model its current recipe.
+        recipe: how scales are computed: a recipe, or the precision string of one with its defaults, such as
+            ``"fp8-block"``. Default ``DelayedScaling()``, or for a converted model its current recipe.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, stay (or
             become again) plain.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
@@ -179,7 +181,7 @@ def describe(
     ignore_modules: Sequence[str] = (),
     min_features: int | None = None,
     overrides: Overrides | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
 ) -> LayerTable:
     """A row for each layer that could run in FP8: whether it does, why, and what would change it.
 
@@ -250,7 +252,7 @@ def fall_back(module: nn.Module, name: str) -> None:
     if name not in state.module_names:
         raise ValueError(
             f"There is no converted module {name!r} to fall back. The first ones are:"
-            f" {', '.join(map(repr, state.module_names[:6]))}."
+            f" {', '.join(map(repr, state.module_names[:6]))}.{did_you_mean(name, state.module_names)}"
         )
     state.switch("move", {state.module_names.index(name): BF16})
 

@@ -116,6 +116,8 @@ def test_describe_and_unknown_names() -> None:
     model = convert(small_mlp())
     with pytest.raises(ValueError, match=r"no converted module '1'.*'0', '2'"):
         fall_back(model, "1")
+    with pytest.raises(ValueError, match=r"Did you mean 'block\.up'\?"):
+        fall_back(convert(nn.ModuleDict({"block": nn.ModuleDict({"up": nn.Linear(16, 16)})})), "block.upp")
     fall_back(model, "0")
     first, second = describe(model)
     assert (first.converted, second.converted) == (False, True)

@@ -231,7 +231,7 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
             "must be one of 'fp8-delayed', .*'fp8-block', got 'default'",
         ),
         ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'BlockScaling', got 'Recipe'"),
-        ({"recipe": 1}, TypeError, "an MXScaling or a BlockScaling or a mapping"),
+        ({"recipe": 1}, TypeError, "a BlockScaling, the precision string of one, or a mapping of its"),
         ({"keep_fp32": "head"}, TypeError, "`keep_fp32` must be a sequence of patterns, got the string 'head'"),
         ({"dtype_mismatch": "ignore"}, ValueError, "must be one of 'align', 'warn', 'error', got 'ignore'"),
         ({"frozen_weights": "float8"}, ValueError, "`frozen_weights` must be one of 'master', 'fp8', got 'float8'"),
