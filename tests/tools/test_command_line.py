@@ -320,16 +320,16 @@ def test_compare_names_the_class_that_a_configuration_leaves_out(
     arguments = {"layers": 1, "width": 32, "heads": 4, "context": 16}
     digits = {"class_path": "lightning_fp8.examples.EncoderClassifier"}
     Path("fixed.yaml").write_text(yaml.safe_dump({"trainer": QUIET, "model": digits if has_class else arguments}))
-    config = ["--config", "fixed.yaml", "--trainer.max_steps=7"]
+    config = ["--config=fixed.yaml", "--trainer.max_steps=7"]
     given_to_fit(monkeypatch, config)
     words = "`model` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it: --model"
     assert (words in capsys.readouterr().err) is not has_class
     named = ["--model", "lightning_fp8.examples.ByteGPT"]
-    # a class in a configuration would override one before it, and arguments without a class need one before them
-    fit = given_to_fit(monkeypatch, [*config, *named] if has_class else [*named, *config])
     monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
-    cli = Fp8CLI(args=fit[1:], run=False)
-    assert type(cli.model) is ByteGPT
-    assert cli.trainer.max_steps == 7
-    if not has_class:
-        assert {name: cli.model.hparams[name] for name in arguments} == arguments
+    # in any order
+    for given in ([*config, *named], [*named, *config], [config[1], *named, config[0], "--steps=20"]):
+        cli = Fp8CLI(args=given_to_fit(monkeypatch, given)[1:], run=False)
+        assert type(cli.model) is ByteGPT
+        assert cli.trainer.max_steps == 7
+        if not has_class:
+            assert {name: cli.model.hparams[name] for name in arguments} == arguments
