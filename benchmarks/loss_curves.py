@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Row
-from lightning_fp8.tools.compare import MEASURED_FILE
+from lightning_fp8.tools.compare.variants import MEASURED_FILE
 from lightning_fp8.tools.report.pictures import COLOURS, STYLE
 
 # times and memory, which depend on the machine and its load

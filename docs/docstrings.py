@@ -13,7 +13,10 @@ _ROLE = re.compile(r":(?:class|func|meth|attr|mod):`~?([\w.]+)`")
 _DOCTEST = re.compile(r"(?:^ *>>> .*\n(?:^ *\S.*\n?)*)+", re.MULTILINE)
 PACKAGE = "lightning_fp8"
 # modules whose `__all__` is the API
-PUBLIC = (PACKAGE, *(f"{PACKAGE}.{name}" for name in ("integrations", "metrics", "modules", "plugins", "scaling")))
+PUBLIC = (
+    PACKAGE,
+    *(f"{PACKAGE}.{name}" for name in ("integrations", "metrics", "modules", "plugins", "scaling", "tools.compare")),
+)
 
 
 @cache

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = None
     if arguments.precision == "fp8-delayed":
         convert(model)
-        print(*describe(model), sep="\n")
+        print(describe(model))
         # the scales are not in the model's `state_dict`
         saved["scaling"] = state = scaling_state(model)
     start = 0

@@ -23,6 +23,7 @@ from lightning_fp8.dtypes.audit import audit
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
+from lightning_fp8.plugins.settings import precision
 from lightning_fp8.runtime.version import __version__ as __version__
 from lightning_fp8.scalings.mx import MXScaling
 from lightning_fp8.scalings.per_block import BlockScaling
@@ -56,6 +57,7 @@ __all__ = [
     "feed_forward",
     "fsdp2_policy",
     "load_exported",
+    "precision",
     "register_linear",
     "scaling_state",
     "unconvert",

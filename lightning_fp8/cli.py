@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from linecache import getline
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_fp8.conversion.convert import is_converted, scaling_state
 from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.settings import suggestion
 from lightning_fp8.runtime.every_n_steps import EveryNSteps
+from lightning_fp8.runtime.parser_errors import sentence
 from lightning_fp8.runtime.program import program
 from lightning_fp8.scaling.statistics import scales_in_words
+
+# an error is refused in one sentence where only code of these runs; the first two know what is wrong
+_PACKAGES = ("lightning", "lightning_fp8", "jsonargparse", "torch")
 
 
 class Fp8CLI(LightningCLI):
@@ -33,7 +39,7 @@ class Fp8CLI(LightningCLI):
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
         parser.format_usage = partial(_usage, parser)  # type: ignore[method-assign]
         parser.format_help = partial(_help, parser, parser.format_help)  # type: ignore[method-assign]
-        for kind in (PrecisionCore, Callback):
+        for kind in (PrecisionCore, Callback, LightningModule, LightningDataModule):
             parser.add_instantiator(partial(_instance, parser), kind)
         return parser
 
@@ -128,19 +134,32 @@ def _help(parser: LightningArgumentParser, original: Callable[[], str]) -> str:
 
 
 def _error(original: Any, message: str, *args: Any, **kwargs: Any) -> NoReturn:
-    asked_for = re.search(r'"trainer\.precision".*Given value: ([^\n]*)', message, re.DOTALL)
-    if asked_for:
-        message += f"\n{suggestion(asked_for[1]).strip()}".rstrip()
-    if "to a subclass of Lightning" in message and "pytorch_lightning" in sys.modules:
-        message += (
-            "\nThe models and data of this command line derive from the classes of `lightning.pytorch`: import it"
+    said = sentence(message, signature(Trainer).parameters)
+    if "a subclass of Lightning" in said and "pytorch_lightning" in sys.modules:
+        said += (
+            " The models and data of this command line derive from the classes of `lightning.pytorch`: import it"
             " in place of `pytorch_lightning`."
         )
-    original(message, *args, **kwargs)
+    original(said, *args, **kwargs)
     raise AssertionError("ArgumentParser.error returned")
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether Lightning or this package raised an error on purpose, while none of the user's code was running."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames]
+    frame, line = frames[-1]
+    is_raised = getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return is_raised and packages[-1] in _PACKAGES[:2] and set(packages) <= {*_PACKAGES, *sys.stdlib_module_names}
 
 
 def main(args: list[str] | None = None) -> Any:
     """Run a subcommand (``fit``, ``validate``, ``test``, ``predict``) on ``args``, by default those of the process."""
-    # accepts any model, with any data module or its own data
-    return Fp8CLI(seed_everything_default=0, args=args)
+    try:
+        # accepts any model, with any data module or its own data
+        return Fp8CLI(seed_everything_default=0, args=args)
+    except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+        if not _is_refusal(error):
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

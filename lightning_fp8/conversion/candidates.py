@@ -57,6 +57,7 @@ class PlannedLayer(NamedTuple):
         layer: the layer itself.
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
+        is_ignored: whether the reason is a pattern of ``ignore_modules`` or ``keep_fp32``.
         is_too_small: whether the reason is ``min_features``.
         in_adapter: whether it belongs to an adapter of PEFT.
         in_bf16: its products that do not run in FP8 even if it is converted.
@@ -66,6 +67,7 @@ class PlannedLayer(NamedTuple):
     layer: nn.Module
     becomes: type[Fp8Module] | None
     reason: str | None
+    is_ignored: bool
     is_too_small: bool
     in_adapter: bool
     in_bf16: tuple[Product, ...]
@@ -73,17 +75,18 @@ class PlannedLayer(NamedTuple):
 
 def planned_layers(
     modules: Sequence[tuple[str, nn.Module]],
-    ignore_modules: Sequence[str],
+    patterns: Mapping[str, Sequence[str]],
     config: Fp8Config,
     products: Mapping[nn.Module, tuple[tuple[Product, ...], str]],
 ) -> Iterator[PlannedLayer]:
     """Each layer that does matrix multiplications, in the order of ``modules``.
 
-    ``products`` has, by layer, its products in bf16 and the setting that put them there.
+    ``patterns`` has those of the modules that stay plain, by argument; ``products``, by layer, its products in bf16 and
+    the setting that put them there.
     """
     everything = [layer for _, layer in modules]
     routers, of_adapters, families = _routers(everything), adapter_modules(everything), _families()
-    ignored = {part for path, layer in modules if matches(path, ignore_modules) for part in layer.modules()}
+    ignored = _ignored(modules, patterns)
     outputs_of_converted: set[nn.Module] = set()
     for path, layer in modules:
         family = next((family for family in families if family.recognises(layer)), None)
@@ -91,7 +94,7 @@ def planned_layers(
             continue
         in_adapter, (in_bf16, source) = layer in of_adapters, products[layer]
         if layer in ignored:
-            reason: str | None = "matches `ignore_modules`"
+            reason: str | None = ignored[layer]
         elif in_bf16 == PRODUCTS:
             reason = f"all three products in bf16 by {source}"
         elif in_adapter:
@@ -104,7 +107,21 @@ def planned_layers(
         becomes = None if reason or of_size else family_of(layer).fp8_class(layer)
         if becomes is not None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(adapted_layer(layer.out_proj))
-        yield PlannedLayer(path, layer, becomes, reason or of_size, of_size is not None, in_adapter, in_bf16)
+        whys = (layer in ignored, of_size is not None, in_adapter)
+        yield PlannedLayer(path, layer, becomes, reason or of_size, *whys, in_bf16)
+
+
+def _ignored(modules: Sequence[tuple[str, nn.Module]], patterns: Mapping[str, Sequence[str]]) -> dict[nn.Module, str]:
+    """By module that a pattern matches, or that is inside one that it matches: the patterns, and what to do."""
+    matched: dict[nn.Module, dict[str, list[str]]] = {}
+    for argument, pattern in ((argument, pattern) for argument, given in patterns.items() for pattern in given):
+        for part in {part for path, module in modules if matches(path, (pattern,)) for part in module.modules()}:
+            matched.setdefault(part, {}).setdefault(argument, []).append(repr(pattern))
+    return {
+        part: f"matches {' and '.join(f'`{argument}`' for argument in found)}: to convert it, remove "
+        + " and ".join(pattern for given in found.values() for pattern in given)
+        for part, found in matched.items()
+    }
 
 
 def _families() -> list[Family]:
@@ -166,8 +183,11 @@ def _has_computed_weight(layer: nn.Module) -> bool:
 
 def too_small(layer: nn.Module, min_features: int) -> str | None:
     """Which of a layer's weights are too small for FP8, as a reason not to convert it; None if none are."""
-    below = [str(size) for size in sizes(layer) if min(size) < min_features]
-    return f"fewer than {min_features} features: {' and '.join(below)} (min_features={min_features})" if below else None
+    below = [size for size in sizes(layer) if min(size) < min_features]
+    if not below:
+        return None
+    named = " and ".join(map(str, below))
+    return f"fewer than {min_features} features: {named}; `min_features={min(map(min, below))}` converts it"
 
 
 def gemm_weights(layer: nn.Module) -> dict[str, Tensor]:

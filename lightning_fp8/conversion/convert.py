@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TypeVar, cast
 
 from torch import nn
@@ -11,9 +12,9 @@ from torch import nn
 from lightning_fp8.conversion.frozen_weights import keep_in_fp8, restore_masters
 from lightning_fp8.conversion.one_state import Member, arrange, path_of_gemm, state_of
 from lightning_fp8.conversion.plan import ConversionPlan, conversion_plan, converted
-from lightning_fp8.conversion.rows import Candidate
 from lightning_fp8.conversion.settings import Overrides
 from lightning_fp8.conversion.shared_inputs import share_inputs
+from lightning_fp8.conversion.table import LayerTable
 from lightning_fp8.dtypes.encoder import keep_own_forwards, restore_fast_path
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import exchange_class, own_class, plain_class
@@ -21,6 +22,7 @@ from lightning_fp8.modules.fused_blocks import Fp8FeedForward, fuse_feed_forward
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.modules.known_blocks import known_form
 from lightning_fp8.modules.paths import named_modules
+from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scaling.config import FrozenWeights
 from lightning_fp8.scaling.precision import BF16, Choice
@@ -34,7 +36,7 @@ _OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 def convert(
     module: ModuleT,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | None = None,
     ignore_modules: Sequence[str] = (),
     min_features: int | None = None,
     frozen_weights: FrozenWeights | None = None,
@@ -57,7 +59,8 @@ def convert(
 
     Args:
         module: the model; converted in place.
-        recipe: how scales are computed. Default ``DelayedScaling()``, or for a converted model its current recipe.
+        recipe: how scales are computed: a recipe, or the precision string of one with its defaults, such as
+            ``"fp8-block"``. Default ``DelayedScaling()``, or for a converted model its current recipe.
         ignore_modules: ``fnmatch`` patterns on module paths; matching modules, and everything inside them, stay (or
             become again) plain.
         min_features: layers with fewer features in or out, in any of their weights, stay (or become again) plain;
@@ -108,7 +111,11 @@ def carry_out(plan: ConversionPlan) -> ScalingState:
     _give_settings(plan)
     layers = [layer for _, layer in plan.modules]
     state.model.scanned.update(layers)
-    state.model.ignored = plan.ignore_modules
+    state.model.ignored = tuple(chain.from_iterable(plan.patterns.values()))
+    for spec in plan.layers:
+        state.model.left_out.pop(spec.layer, None)
+        if spec.is_ignored and spec.reason:
+            state.model.left_out[spec.layer] = spec.reason
     share_inputs(layers)
     _fuse(layers)
     keep_own_forwards(layers, Fp8Module)
@@ -174,9 +181,12 @@ def describe(
     ignore_modules: Sequence[str] = (),
     min_features: int | None = None,
     overrides: Overrides | None = None,
-    recipe: Recipe | None = None,
-) -> list[Candidate]:
-    """A row for each layer that could run in FP8: whether it does, and why. ``print(*describe(model), sep="\\n")``.
+    recipe: Recipe | str | None = None,
+) -> LayerTable:
+    """A row for each layer that could run in FP8: whether it does, why, and what would change it.
+
+    The result is a list of rows, and ``print(describe(model))`` shows it as a table, in which rows that differ only in
+    the numbers of their paths are one line.
 
     After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
     embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is
@@ -242,7 +252,7 @@ def fall_back(module: nn.Module, name: str) -> None:
     if name not in state.module_names:
         raise ValueError(
             f"There is no converted module {name!r} to fall back. The first ones are:"
-            f" {', '.join(map(repr, state.module_names[:6]))}."
+            f" {', '.join(map(repr, state.module_names[:6]))}.{did_you_mean(name, state.module_names)}"
         )
     state.switch("move", {state.module_names.index(name): BF16})
 

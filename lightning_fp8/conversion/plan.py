@@ -18,8 +18,9 @@ from lightning_fp8.conversion.candidates import (
 )
 from lightning_fp8.conversion.frozen_weights import notes_on_weights
 from lightning_fp8.conversion.one_state import state_of
-from lightning_fp8.conversion.rows import Candidate, elements_of, large_parameters, row_of
+from lightning_fp8.conversion.rows import elements_of, large_parameters, row_of
 from lightning_fp8.conversion.settings import checked_settings, products_in_bf16
+from lightning_fp8.conversion.table import Candidate, LayerTable
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.fused_blocks import notes
 from lightning_fp8.modules.paths import as_patterns, check_patterns_among, named_modules
@@ -42,14 +43,14 @@ class ConversionPlan:
     Attributes:
         modules: path and module of the model and of everything inside it, parents before children.
         layers: the modules that do matrix multiplications.
-        ignore_modules: patterns of the modules that will be plain.
+        patterns: those of the modules that will be plain, by argument.
         settings: those that this call asks for, by argument.
         config: each of them, else that of the model, else the default.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
     layers: tuple[PlannedLayer, ...]
-    ignore_modules: Sequence[str]
+    patterns: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, Any]
     config: Fp8Config
 
@@ -57,7 +58,7 @@ class ConversionPlan:
     def selects(self) -> bool:
         """Whether this call asks for layers, or for the precisions of their products."""
         choices = {"min_features", "overrides"}
-        return bool(self.ignore_modules) or not choices.isdisjoint(self.settings)
+        return any(self.patterns.values()) or not choices.isdisjoint(self.settings)
 
     @property
     def chosen(self) -> list[tuple[PlannedLayer, type[Fp8Module]]]:
@@ -91,12 +92,14 @@ class ConversionPlan:
         """Each large matrix, or stack of matrices, outside the layers, with its row."""
         return list(large_parameters(self.modules, self.layers))
 
-    def rows(self) -> list[Candidate]:
+    def rows(self) -> LayerTable:
         """See :func:`lightning_fp8.describe`."""
         modules = [module for _, module in self.modules]
-        fused, weight_notes = notes(modules), notes_on_weights(modules)
-        rows = (row_of(spec, fused.get(spec.layer), weight_notes.get(spec.layer)) for spec in self.layers)
-        return [*rows, *(row for row, _ in self.large_parameters)]
+        states = {layer.scaling_state for _, layer in self.converted}
+        left_out = {layer: reason for state in states for layer, reason in state.model.left_out.items()}
+        remarks = (left_out, notes(modules), notes_on_weights(modules))
+        rows = (row_of(spec, *(of_layers.get(spec.layer) for of_layers in remarks)) for spec in self.layers)
+        return LayerTable([*rows, *(row for row, _ in self.large_parameters)])
 
     @property
     def device(self) -> torch.device:
@@ -110,8 +113,8 @@ class ConversionPlan:
         Raises:
             ValueError, TypeError, RuntimeError: see :func:`lightning_fp8.convert`.
         """
-        check_patterns_among(self.modules, self.ignore_modules, "ignore_modules")
-        check_patterns_among(self.modules, tuple(self.settings.get("overrides", ())), "overrides")
+        for argument, patterns in {**self.patterns, "overrides": tuple(self.settings.get("overrides", ()))}.items():
+            check_patterns_among(self.modules, patterns, argument)
         self._check_recipe()
         for spec in self.layers:
             if isinstance(spec.layer, Fp8Module):
@@ -122,7 +125,7 @@ class ConversionPlan:
         if not self.chosen:
             raise NothingToConvertError(
                 f"There is nothing to convert in {type(self.modules[0][1]).__name__}: FP8 needs at least one plain"
-                f" `nn.Linear`{self._of_what_size()}" + "".join(f"\n  {row}" for row in self.rows()[:10])
+                f" `nn.Linear`{self._of_what_size()}" + "".join(f"\n  {row}" for row in self.rows().folded()[:10])
             )
         check_device(self.device)
 
@@ -152,6 +155,7 @@ def conversion_plan(
     module: nn.Module,
     ignore_modules: Sequence[str] = (),
     default: Callable[[], Recipe] = DelayedScaling,
+    keep_fp32: Sequence[str] = (),
     **settings: Any,
 ) -> ConversionPlan:
     """Scan a model.
@@ -160,13 +164,15 @@ def conversion_plan(
         module: the model.
         ignore_modules: see :func:`lightning_fp8.convert`.
         default: makes the recipe for a plain model.
+        keep_fp32: patterns of further modules that will be plain, see :class:`lightning_fp8.Fp8Precision`.
         settings: the other arguments of :func:`lightning_fp8.convert`, by name; None for the model's own setting.
 
     Raises:
         TypeError, ValueError: for an invalid setting; :meth:`ConversionPlan.check` raises all other errors.
     """
     settings = checked_settings(**settings)
-    ignore_modules = as_patterns(ignore_modules, "ignore_modules")
+    given = {"ignore_modules": ignore_modules, "keep_fp32": keep_fp32}
+    patterns = {argument: as_patterns(value, argument) for argument, value in given.items()}
     modules = tuple(named_modules(module))
     fp8_layer = next((layer for _, layer in modules if isinstance(layer, Fp8Module)), None)
     new = dict(settings)
@@ -181,8 +187,8 @@ def conversion_plan(
     if "overrides" not in new:
         # the patterns may refer to paths in a larger model
         products |= {layer: (layer.in_bf16, "") for _, layer in modules if isinstance(layer, Fp8Module)}
-    layers = tuple(planned_layers(modules, ignore_modules, config, products))
-    return ConversionPlan(modules, layers, ignore_modules, settings, config)
+    layers = tuple(planned_layers(modules, patterns, config, products))
+    return ConversionPlan(modules, layers, patterns, settings, config)
 
 
 def converted(module: nn.Module) -> Iterator[tuple[str, Fp8Module]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_fp8.conversion.candidates import PlannedLayer, sizes
 from lightning_fp8.conversion.linear_layers import how_recognised
+from lightning_fp8.conversion.table import Candidate
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.class_swap import own_class
 from lightning_fp8.modules.computed_weight import computed_by
@@ -31,38 +32,14 @@ _MOST_NAMED = 3
 _WITHOUT_GEMMS = (nn.Embedding, nn.EmbeddingBag, _ConvNd, nn.LayerNorm, nn.RMSNorm)
 
 
-class Candidate(NamedTuple):
-    """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether they run in FP8.
-
-    It may also be a large parameter of another module, which stays out of FP8.
-
-    Attributes:
-        path: module path, as ``ignore_modules`` patterns see it; for a parameter, its name in the model.
-        kind: class name; ``"Parameter"`` for a parameter.
-        converted: whether it runs in FP8.
-        reason: why, or why not.
-    """
-
-    path: str
-    kind: str
-    converted: bool
-    reason: str
-
-    @property
-    def is_layer(self) -> bool:
-        """True for a layer, False for a parameter."""
-        return self.kind != "Parameter"
-
-    def __str__(self) -> str:
-        return f"{'fp8' if self.converted else '-':4}{self.path or '(root)'} ({self.kind}): {self.reason}"
-
-
-def row_of(spec: PlannedLayer, fused: str | None, weight_note: str | None) -> Candidate:
-    """A layer's row, with the remarks on its fused block and on its weights."""
+def row_of(spec: PlannedLayer, left_out: str | None, fused: str | None, weight_note: str | None) -> Candidate:
+    """A layer's row: why the last conversion left it out, and the remarks on its fused block and on its weights."""
     layer, in_bf16 = spec.layer, f"{' and '.join(spec.in_bf16)} in bf16" if spec.in_bf16 else ""
     if not isinstance(layer, Fp8Module):
         planned = f"not converted yet: call `convert`{f'; then {in_bf16}' if in_bf16 else ''}"
-        return Candidate(spec.path, type(layer).__name__, False, spec.reason or planned)
+        # a layer of `keep_fp32` has a `forward` of its own since
+        reason = spec.reason if spec.is_ignored else left_out or spec.reason
+        return Candidate(spec.path, type(layer).__name__, False, reason or planned)
     gemms, of_gemms = sizes(layer), list(layer.fp8.values())
     shapes = " and ".join(map(str, gemms))
     if layer.weights_are_stacked:
@@ -87,6 +64,7 @@ def row_of(spec: PlannedLayer, fused: str | None, weight_note: str | None) -> Ca
         *(prefix + ", ".join(names) for prefix, names in named if names),
         fused,
         weight_note,
+        "`convert(unconvert(model))` undoes that" if fallen else None,
     ]
     reason = "; ".join([f"converted, {shapes}", *filter(None, remarks)])
     return Candidate(spec.path, layer.plain_class.__name__, layer.in_fp8, reason)

@@ -25,7 +25,9 @@ from lightning_fp8.scalings.per_tensor import CurrentScaling
 from lightning_fp8.scalings.recipe import RECIPES, ProductPrecision, Recipe
 
 _PRECISIONS: tuple[str, ...] = get_args(ProductPrecision)
-_NAMES = (*_PRECISIONS, *RECIPES)
+# layers without FP8 are in bf16 by autocast
+_IN_BF16 = ("bf16", "bf16-mixed")
+_NAMES = (*_PRECISIONS, *RECIPES, _IN_BF16[1])
 
 
 class Schedule:
@@ -230,7 +232,7 @@ def _change(at: str, chosen: Any, recipe: Recipe) -> Callable[[Choice], Choice]:
         return lambda before: Choice(is_current=True)
     if chosen in ("fp8", recipe.precision):
         return lambda before: AS_SET
-    if chosen == "bf16":
+    if chosen in _IN_BF16:
         return lambda before: BF16
     alternative = f" or {CurrentScaling.precision!r}" if recipe.from_history else ""
     raise ValueError(

@@ -11,7 +11,7 @@ from lightning_fp8.modules.paths import as_patterns, matches
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.config import check_frozen_weights
-from lightning_fp8.scalings.recipe import ProductPrecision, Recipe, names_of_recipes
+from lightning_fp8.scalings.recipe import ProductPrecision, Recipe, as_recipe, names_of_recipes
 
 # a precision for a layer, or for some of its products, by patterns on module paths
 Overrides = Mapping[str, str | Mapping[str, str]]
@@ -28,6 +28,8 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
         TypeError, ValueError: for an invalid one; the message has its name, the rule and the value.
     """
     arguments = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(arguments.get("recipe"), str):
+        arguments["recipe"] = as_recipe(arguments["recipe"])
     for name, value in arguments.items():
         if name in _CHECKS:
             _CHECKS[name](value)
@@ -38,7 +40,10 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
 
 def _check_recipe(recipe: Any) -> None:
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"`recipe` must be {names_of_recipes()}, got {type(recipe).__name__}: {recipe!r}.")
+        raise TypeError(
+            f"`recipe` must be {names_of_recipes()}, or the precision string of one, got {type(recipe).__name__}:"
+            f" {recipe!r}."
+        )
 
 
 def _check_min_features(value: Any) -> None:
@@ -69,6 +74,7 @@ def _by_product(pattern: str, chosen: Any) -> dict[str, str]:
             raise ValueError(
                 f"`overrides`: the pattern {pattern!r} must have {' or '.join(map(repr, _PRECISIONS))}, for the layer"
                 f" or for each of {', '.join(map(repr, PRODUCTS))}, got {chosen!r}."
+                f"{did_you_mean(str(precision), _PRECISIONS)}"
             )
     return by_product
 

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from lightning_fp8.runtime.did_you_mean import closest
+
 # Wrappers add these to a module's path; removing them keeps names the same with and without the wrapper.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -93,11 +95,22 @@ def check_patterns_among(modules: Sequence[tuple[str, nn.Module]], patterns: Seq
     """Like :func:`check_patterns`, for a scanned model: its modules with their paths, the model itself first."""
     for pattern in as_patterns(patterns, argument):
         if not any(matches(path, (pattern,)) for path, _ in modules):
+            hint = _meant(pattern, [path for path, _ in modules])
             own = [path for path, layer in modules if next(layer.parameters(recurse=False), None) is not None]
             raise ValueError(
                 f"The `{argument}` pattern {pattern!r} matches no module of {type(modules[0][1]).__name__}."
-                f" Its layers are: {', '.join(own[:10])}{', ...' if len(own) > 10 else ''}."
+                f" Its layers are: {', '.join(own[:10])}{', ...' if len(own) > 10 else ''}.{hint}"
             )
+
+
+def _meant(pattern: str, paths: Sequence[str]) -> str:
+    """A sentence with the path, or end of one, that a pattern was probably meant to match; empty if there is none."""
+    end = pattern.removeprefix("*.")
+    if path := closest(end, paths):
+        return f" Did you mean {path!r}?"
+    ends = dict.fromkeys(path.split(".", at)[-1] for path in paths for at in range(1, path.count(".") + 1))
+    found = closest(end, ends)
+    return f" Did you mean {f'*.{found}'!r}?" if found else ""
 
 
 def matching_tensors(names: Sequence[str], patterns: Sequence[str], asker: str) -> list[int]:

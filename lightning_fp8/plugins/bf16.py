@@ -57,6 +57,10 @@ class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]
         MixedPrecision.__init__(self, "bf16-mixed", device=self._device_type())
 
     @override
+    def _argument(self, name: str) -> Any:
+        return None if name == "param_dtype" and not self._stores else super()._argument(name)
+
+    @override
     def _prepare(self, module: nn.Module) -> None:
         _make_plain(module, self.precision)
         # parameters keep their dtypes, as with Lightning's plugin, unless another one was requested

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -62,6 +63,17 @@ class PrecisionCore(FSDPPrecision):
         self.dtype_mismatch = dtype_mismatch
         self.reduce_dtype = as_torch_dtype("reduce_dtype", reduce_dtype)
         self._forget_models()
+
+    def __repr__(self) -> str:
+        ours = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("lightning_fp8."))
+        parameters = [*signature(ours).parameters.values()]
+        values = {parameter.name: self._argument(parameter.name) for parameter in parameters}
+        shown = (f"{p.name}={values[p.name]!r}" for p in parameters if values[p.name] != p.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _argument(self, name: str) -> Any:
+        """The value of an argument that makes an equal plugin."""
+        return getattr(self, name)
 
     def unused(self) -> Self:
         """A plugin with the same settings that has had no model yet."""

@@ -128,6 +128,14 @@ class Fp8Precision(PrecisionCore):
         super().__init__(keep_fp32, dtype_mismatch, reduce_dtype)
 
     @override
+    def _argument(self, name: str) -> Any:
+        if name == "param_dtype" and self.param_dtype == torch.float32:
+            return None
+        if name == "recipe" and self.recipe is None and self.precision != Fp8Precision.precision:
+            return self.precision
+        return super()._argument(name)
+
+    @override
     def _forget_models(self) -> None:
         super()._forget_models()
         # converted models without a forward so far: their layers may have been sharded since
@@ -175,8 +183,9 @@ class Fp8Precision(PrecisionCore):
     def _convert_layers(self, module: nn.Module) -> None:
         plan = conversion_plan(
             module,
-            (*self.ignore_modules, *self.keep_fp32),
+            self.ignore_modules,
             RECIPES[self.precision],
+            self.keep_fp32,
             recipe=self.recipe,
             min_features=self.min_features,
             frozen_weights=self.frozen_weights,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,22 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def precision(name: Literal["fp8-delayed", "fp8-current", "fp8-mx", "fp8-block", "bf16-mixed", "bf16-true"]) -> Any:
+    """A precision string, as an argument that type checkers take: ``Trainer(precision=precision("fp8-delayed"))``.
+
+    The Trainer and Fabric take the string itself at run time, but their annotations list only Lightning's own. A type
+    checker finds a misspelt string here.
+
+    Raises:
+        ValueError: for another string.
+
+    >>> precision("fp8-delayed")
+    'fp8-delayed'
+    """
+    check_choice("`precision`", name, PRECISIONS)
+    return name
 
 
 def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_fp8.plugins.bf16 import Bf16MixedPrecision, Bf16TruePrecision
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.fp8 import Fp8Precision
-from lightning_fp8.plugins.settings import FP8_PRECISIONS
+from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
 
 PLUGINS: dict[str, type[Any]] = {
     **dict.fromkeys(FP8_PRECISIONS, Fp8Precision),
@@ -51,5 +51,5 @@ def fsdp2_policy(precision: str | PrecisionCore = "fp8-delayed") -> MixedPrecisi
         plugin = plugin_of(precision)
     else:
         names = ", ".join(map(repr, PLUGINS))
-        raise ValueError(f"`precision` must be a plugin or one of {names}, got {precision!r}.")
+        raise ValueError(f"`precision` must be a plugin or one of {names}, got {precision!r}.{suggestion(precision)}")
     return MixedPrecisionPolicy(param_dtype=plugin.compute_dtype, reduce_dtype=plugin.reduce_dtype)

@@ -39,6 +39,7 @@ class Fp8Model:
         scanned: the modules that a conversion has decided about, or that have been named since.
         last_scan: the number of modules that were last looked at, and the sum of their identities.
         ignored: the patterns of modules that the last conversion left alone.
+        left_out: the layers that these match, each with the reason.
         shared_rows: rows of inputs that are recorded in another row, and that row, each ``[S] int64``.
         current_rows: rows of the tensors that are on the scales of their own values; None if there are none.
     """
@@ -54,6 +55,7 @@ class Fp8Model:
         self.scanned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.last_scan = (0, 0)
         self.ignored: Sequence[str] = ()
+        self.left_out: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.has_recorded = self._was_left = False
         self._of_groups: dict[tuple[int, int], Tensor] = {}
         self.on_move()

@@ -82,7 +82,9 @@ class Recipe(ABC):
             self.require_choice(product, get_args(ProductPrecision))
 
     def __repr__(self) -> str:
-        shown = (f"{name}={getattr(self, name)!r}" for name in _names(type(self)) if getattr(self, name) != "fp8")
+        defaults = {field.name: field.default for field in fields(self)}
+        values = {name: getattr(self, name) for name in _names(type(self))}
+        shown = (f"{name}={value!r}" for name, value in values.items() if value != defaults[name])
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
@@ -144,7 +146,10 @@ def is_int(value: Any) -> bool:
 
 
 def as_recipe(recipe: Any) -> Recipe | None:
-    """The recipe for a recipe or a mapping of its fields, whose ``precision`` selects the class (default: delayed)."""
+    """The recipe for a recipe, a precision string, or a mapping of fields, whose ``precision`` selects the class."""
+    if isinstance(recipe, str):
+        check_choice("`recipe`", recipe, RECIPES)
+        return RECIPES[recipe]()
     if isinstance(recipe, Mapping):
         values = dict(recipe)
         precision = values.pop("precision", "fp8-delayed")
@@ -152,7 +157,10 @@ def as_recipe(recipe: Any) -> Recipe | None:
         return RECIPES[precision](**values)
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
-    raise TypeError(f"`recipe` must be {names_of_recipes()} or a mapping of its fields, got {recipe!r}.")
+    raise TypeError(
+        f"`recipe` must be {names_of_recipes()}, the precision string of one, or a mapping of its fields, got"
+        f" {recipe!r}."
+    )
 
 
 def recipe_fields(text: str) -> dict[str, Any]:

@@ -124,6 +124,16 @@ def test_a_layer_back_in_fp8_begins_as_at_first_use() -> None:
     assert torch.equal(model(x), fresh(x))
 
 
+def test_the_strings_of_a_trainer_name_precisions_too() -> None:
+    model = convert(small_mlp(), "fp8-block")
+    schedule = PrecisionSchedule({1: "bf16-mixed", 2: "fp8-block", 3: {"0": "bf16-mixed"}})
+    in_fp8 = []
+    for step in range(4):
+        schedule.before_step(model, step)
+        in_fp8.append([row.converted for row in describe(model)])
+    assert in_fp8 == [[True, True], [False, False], [True, True], [False, True]]
+
+
 def test_it_adds_to_the_settings_and_to_moves(tmp_path: Path) -> None:
     model = convert(small_mlp(), DelayedScaling(wgrad="bf16"), overrides={"2": {"dgrad": "bf16"}})
     state = scaling_state(model)

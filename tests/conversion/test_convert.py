@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from lightning_fp8 import DelayedScaling, Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.runtime import device as fp8_device
+from lightning_fp8.scalings.recipe import RECIPES
 
 
 def test_same_objects_and_same_state_dict() -> None:
@@ -100,7 +101,8 @@ def test_ignore_modules() -> None:
     assert scaling_state(convert(model, ignore_modules=("encoder",))).module_names == ("head",)
     # a leading `*.` also matches at the top level
     assert scaling_state(convert(model, ignore_modules=("*.head",))).module_names == ("encoder.0.0", "encoder.0.2")
-    assert {row.path: row.reason for row in describe(model, ("head",))}["head"] == "matches `ignore_modules`"
+    reason = "matches `ignore_modules`: to convert it, remove 'head'"
+    assert {row.path: row.reason for row in describe(model, ("head",))}["head"] == reason
     assert type(model["head"]) is nn.Linear
 
 
@@ -117,10 +119,38 @@ def test_modules_are_ignored_by_path_and_the_error_says_how(ignored: Any, conver
     assert scaling_state(convert(model, ignore_modules=paths[:2])).module_names == ("head",)
 
 
+def nest() -> nn.Module:
+    blocks = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 16)})])
+    return nn.ModuleDict({"blocks": blocks, "head": nn.Linear(16, 16)})
+
+
+def test_a_recipe_by_its_precision_string() -> None:
+    for precision, kind in RECIPES.items():
+        model = convert(nn.Sequential(nn.Linear(128, 128)), precision)
+        assert scaling_state(model).recipe == kind()
+        # the same again
+        assert "converted" in describe(convert(model, precision), recipe=precision)[0].reason
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "kind", "message"),
     [
         (small_mlp, {"ignore_modules": ("haed",)}, ValueError, r"pattern 'haed' matches no module .* layers are: 0, 2"),
+        (nest, {"ignore_modules": ("haed",)}, ValueError, r"Did you mean 'head'\?"),
+        (nest, {"ignore_modules": ("upp",)}, ValueError, r"Did you mean '\*\.up'\?"),
+        (
+            nest,
+            {"overrides": {"*.block.upp": "bf16"}},
+            ValueError,
+            r"`overrides` pattern .*Did you mean 'blocks.0.up'\?",
+        ),
+        (
+            small_mlp,
+            {"recipe": "fp8-blok"},
+            ValueError,
+            r"`recipe` must be one of .*got 'fp8-blok'. Did you mean 'fp8-block'",
+        ),
+        (small_mlp, {"frozen_weights": "FP8"}, ValueError, r"`frozen_weights` .* got 'FP8'. Did you mean 'fp8'\?"),
         (small_mlp, {"ignore_modules": "head"}, TypeError, "sequence of patterns"),
         (small_mlp, {"ignore_modules": ("*",)}, ValueError, "matches `ignore_modules`"),
         (nn.Sequential, {}, ValueError, "nothing to convert"),

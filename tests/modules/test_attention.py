@@ -178,7 +178,8 @@ def test_parameters_keys_and_objects_stay_and_parts_may_be_left_out() -> None:
     assert type(layer) is nn.MultiheadAttention
     assert scaling_state(encoder).module_names == ("linear1", "linear2")
     rows = {row.path: row.reason for row in describe(encoder, ("self_attn",))}
-    assert rows["self_attn.out_proj"] == rows["self_attn"] == "matches `ignore_modules`"
+    reason = "matches `ignore_modules`: to convert it, remove 'self_attn'"
+    assert rows["self_attn.out_proj"] == rows["self_attn"] == reason
     convert(encoder, ignore_modules=("*.out_proj",))
     assert scaling_state(encoder).module_names == ("self_attn.in_proj", "linear1", "linear2")
     assert encoder(torch.randn(3, 2, WIDTH)).isfinite().all()

@@ -116,10 +116,13 @@ def test_describe_and_unknown_names() -> None:
     model = convert(small_mlp())
     with pytest.raises(ValueError, match=r"no converted module '1'.*'0', '2'"):
         fall_back(model, "1")
+    with pytest.raises(ValueError, match=r"Did you mean 'block\.up'\?"):
+        fall_back(convert(nn.ModuleDict({"block": nn.ModuleDict({"up": nn.Linear(16, 16)})})), "block.upp")
     fall_back(model, "0")
     first, second = describe(model)
     assert (first.converted, second.converted) == (False, True)
-    assert first.reason == "converted, 32 -> 64; fell back to bf16: 0; feed-forward not fused: a layer fell back"
+    said = ["converted, 32 -> 64", "fell back to bf16: 0", "feed-forward not fused: a layer fell back"]
+    assert first.reason.split("; ") == [*said, "`convert(unconvert(model))` undoes that"]
 
 
 def test_a_weight_that_fell_back_is_not_cast_with_the_others(cuda_half: Counter[str]) -> None:

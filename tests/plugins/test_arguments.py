@@ -45,6 +45,38 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("precision", ARGUMENTS)
+def test_a_plugin_is_shown_as_the_call_that_makes_it(precision: str) -> None:
+    names = {kind.__name__: kind for kind in (*PLUGINS.values(), *RECIPES.values())} | {"torch": torch}
+    given = ARGUMENTS[precision]
+    for some in ({}, given, *({name: value} for name, value in given.items())):
+        plugin = PLUGINS[precision](**some)
+        pasted = eval(repr(plugin), names)
+        assert {name: getattr(pasted, name) for name in given} == {name: getattr(plugin, name) for name in given}
+        assert repr(pasted) == repr(plugin)
+        assert len(repr(plugin).split("=")) >= len(some)
+    # from a string, as a Trainer makes it
+    plugin = pl.Trainer(precision=precision, logger=False, barebones=True).precision_plugin
+    assert eval(repr(plugin), names).precision == precision
+
+
+def test_defaults_are_not_shown() -> None:
+    assert repr(Fp8Precision()) == repr(Fp8Precision(param_dtype="float32", keep_fp32=[])) == "Fp8Precision()"
+    given = Fp8Precision(DelayedScaling(margin=1, wgrad="bf16"), ignore_modules=["head"], param_dtype="bfloat16")
+    assert repr(given) == (
+        "Fp8Precision(recipe=DelayedScaling(margin=1, wgrad='bf16'), ignore_modules=('head',),"
+        " param_dtype=torch.bfloat16)"
+    )
+    assert repr(PLUGINS["bf16-mixed"]()) == "Bf16MixedPrecision()"
+    assert repr(PLUGINS["bf16-mixed"](param_dtype="float32")) == "Bf16MixedPrecision(param_dtype=torch.float32)"
+
+    class Mine(Fp8Precision):
+        def __init__(self, size: int) -> None:
+            super().__init__(min_features=size)
+
+    assert repr(Mine(32)) == "Mine(min_features=32)"
+
+
+@pytest.mark.parametrize("precision", ARGUMENTS)
 def test_each_takes_its_own_arguments(precision: str) -> None:
     given = ARGUMENTS[precision]
     taken = inspect.signature(PLUGINS[precision]).parameters
@@ -199,7 +231,7 @@ def test_subclasses_have_arguments_of_their_own_in_fabric_too() -> None:
             "must be one of 'fp8-delayed', .*'fp8-block', got 'default'",
         ),
         ({"recipe": {"class_path": "mine.Recipe"}}, ValueError, "'DelayedScaling', .*'BlockScaling', got 'Recipe'"),
-        ({"recipe": 1}, TypeError, "an MXScaling or a BlockScaling or a mapping"),
+        ({"recipe": 1}, TypeError, "a BlockScaling, the precision string of one, or a mapping of its"),
         ({"keep_fp32": "head"}, TypeError, "`keep_fp32` must be a sequence of patterns, got the string 'head'"),
         ({"dtype_mismatch": "ignore"}, ValueError, "must be one of 'align', 'warn', 'error', got 'ignore'"),
         ({"frozen_weights": "float8"}, ValueError, "`frozen_weights` must be one of 'master', 'fp8', got 'float8'"),

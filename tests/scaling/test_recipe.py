@@ -40,7 +40,7 @@ def test_defaults() -> None:
 def test_bad_field_names_field_rule_and_value(field: str, value: object, rule: str) -> None:
     with pytest.raises(ValueError, match="DelayedScaling") as error:
         DelayedScaling(**{field: value})  # type: ignore[arg-type]
-    assert str(error.value) == f"DelayedScaling: `{field}` must be {rule}, got {value!r}."
+    assert str(error.value).startswith(f"DelayedScaling: `{field}` must be {rule}, got {value!r}.")
 
 
 @pytest.mark.parametrize("make", [lambda given: DelayedScaling(**given), lambda given: Fp8Precision(recipe=given)])

@@ -58,6 +58,6 @@ def loss_in(printed: str) -> float:
 
 
 def fp8_layers_in(text: str) -> int:
-    """The number according to the plugin's message, or to the rows of `describe`."""
-    logged = re.search(r"fp8-\w+: (\d+) of \d+ linear layers run in FP8", text)
-    return int(logged[1]) if logged else len(re.findall(r"^fp8 .*: converted", text, re.MULTILINE))
+    """The number according to the plugin's message, or to the table of `describe`."""
+    said = re.search(r"(\d+) of \d+ (linear )?layers run in FP8", text)
+    return int(said[1]) if said else 0

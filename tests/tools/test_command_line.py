@@ -186,6 +186,26 @@ def test_the_order_of_the_data_follows_from_the_seed_alone(monkeypatch: pytest.M
     assert orders[0] == orders[1] != sorted(orders[0])
 
 
+class OfLightning(pl.LightningModule):
+    def __init__(self, fails_in: str = "") -> None:
+        super().__init__()
+        self.layer, self.fails_in = torch.nn.Linear(16, 16), fails_in
+        if fails_in == "constructor":
+            raise ValueError("my own rule")
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.fails_in == "training_step":
+            raise ValueError("my own rule")
+        # our layers refuse such an input
+        return self.layer(batch.double()).sum()
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(2, 16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
 class OfTheOtherName(mirror.LightningModule):
     pass
 
@@ -195,7 +215,13 @@ class OfTheOtherName(mirror.LightningModule):
     [
         (["--trainer.precision=FP8_Delayed"], "Did you mean 'fp8-delayed'?"),
         (["--trainer.precision=bf16-mix"], "Did you mean 'bf16-mixed'?"),
-        (["--trainer.precision=16-mix"], "Given value: 16-mix"),
+        (["--trainer.precision=16-mix"], "got '16-mix'. Did you mean '16-mixed'?"),
+        (["--trainer.max_stepz=1"], "Did you mean 'max_steps'?"),
+        (["--trainer.max_steps=many"], "error: `trainer.max_steps` must be int, got 'many'."),
+        (["--trainer.callbacks=lightning_fp8.RunRecrod"], "no class 'RunRecrod'. Did you mean 'RunRecord'?"),
+        (["--model=nowhere.Model"], "`model`: there is no module 'nowhere' for the class 'nowhere.Model'."),
+        (["--model.widht=3"], "Did you mean 'width'?"),
+        (["--model.width=33", "--data=lightning_fp8.examples.StdlibText"], "got width=33 and heads=4."),
         ([f"--model={__name__}.OfTheOtherName"], "import it in place of `pytorch_lightning`."),
     ],
 )
@@ -203,9 +229,70 @@ def test_what_a_refused_value_should_be(
     arguments: list[str], last: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main(["fit", "--model=lightning_fp8.examples.ByteGPT", *arguments])
-    assert capsys.readouterr().err.rstrip().endswith(last)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err.rstrip()
+    assert printed.endswith(last)
+    assert len(printed.partition("error: ")[2].splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"recipe": "fp8-delay"}, "'fp8-block', got 'fp8-delay'. Did you mean 'fp8-delayed'?"),
+        ({"frozen_weights": "fp9"}, "`frozen_weights` must be 'master', 'fp8' or null, got 'fp9'."),
+        ({"min_features": "many"}, "`min_features` must be int or null, got 'many'."),
+        ({"ignore_module": ["head"]}, "has no argument `ignore_module`: its arguments are recipe, ignore_modules, "),
+        ({"ignore_modules": ["lyer"]}, "The `ignore_modules` pattern 'lyer' matches no module of OfLightning. "),
+    ],
+)
+def test_a_wrong_argument_of_a_plugin_is_one_sentence(
+    arguments: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugin = {"class_path": "lightning_fp8.Fp8Precision", "init_args": arguments}
+    config = {"trainer": {**QUIET, "plugins": [plugin]}, "model": f"{__name__}.OfLightning"}
+    Path("wrong.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config=wrong.yaml"])
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trainer.accelerator=cudaa"], "invalid accelerator name: `accelerator='cudaa'`"),
+        (["--trainer.plugins=lightning_fp8.Fp8Precision", "--trainer.precision=fp8-block"], "Choose one."),
+    ],
+)
+def test_what_lightning_refuses_is_one_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", f"--model={__name__}.OfLightning", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("where", ["constructor", "training_step", "forward"])
+def test_an_error_in_the_users_model_keeps_its_traceback(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
+    quiet = [f"--trainer.{name}={value}" for name, value in QUIET.items()]
+    arguments = [f"--model={__name__}.OfLightning", f"--model.fails_in={where}", "--trainer.precision=fp8-current"]
+    with pytest.raises((ValueError, TypeError), match=r"my own rule|float64"):
+        main(["fit", *arguments, *quiet])
 
 
 # --- configurations for a user's command line with a fixed model class ---
@@ -233,16 +320,16 @@ def test_compare_names_the_class_that_a_configuration_leaves_out(
     arguments = {"layers": 1, "width": 32, "heads": 4, "context": 16}
     digits = {"class_path": "lightning_fp8.examples.EncoderClassifier"}
     Path("fixed.yaml").write_text(yaml.safe_dump({"trainer": QUIET, "model": digits if has_class else arguments}))
-    config = ["--config", "fixed.yaml", "--trainer.max_steps=7"]
+    config = ["--config=fixed.yaml", "--trainer.max_steps=7"]
     given_to_fit(monkeypatch, config)
     words = "`model` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it: --model"
     assert (words in capsys.readouterr().err) is not has_class
     named = ["--model", "lightning_fp8.examples.ByteGPT"]
-    # a class in a configuration would override one before it, and arguments without a class need one before them
-    fit = given_to_fit(monkeypatch, [*config, *named] if has_class else [*named, *config])
     monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
-    cli = Fp8CLI(args=fit[1:], run=False)
-    assert type(cli.model) is ByteGPT
-    assert cli.trainer.max_steps == 7
-    if not has_class:
-        assert {name: cli.model.hparams[name] for name in arguments} == arguments
+    # in any order
+    for given in ([*config, *named], [*named, *config], [config[1], *named, config[0], "--steps=20"]):
+        cli = Fp8CLI(args=given_to_fit(monkeypatch, given)[1:], run=False)
+        assert type(cli.model) is ByteGPT
+        assert cli.trainer.max_steps == 7
+        if not has_class:
+            assert {name: cli.model.hparams[name] for name in arguments} == arguments

@@ -14,7 +14,7 @@ import torch
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from lightning_fp8.scalings.recipe import as_recipe
 from lightning_fp8.tools.compare import command
-from lightning_fp8.tools.compare.advice import advise, worse_loss
+from lightning_fp8.tools.compare.advice import advise, in_short, worse_loss
 from lightning_fp8.tools.compare.command import main
 from lightning_fp8.tools.compare.variants import plugin_settings
 
@@ -85,6 +85,20 @@ def test_what_runs_where_bf16_products_are_emulated(
 
 
 # advice
+
+
+def test_in_short() -> None:
+    base = row("bf16-mixed", 10.0)
+    fp8 = row("fp8-delayed", 8.0, peak=900, loss=2.01, verdict="FP8: healthy (24 layers, 200 steps)")
+    assert in_short([base, fp8]) == (
+        "Beside bf16-mixed, fp8-delayed has a loss of 2.0100 (+0.5%), 8.00 ms a step (-20.0%),"
+        " 900.0 MiB at the peak (-10.0%), FP8: healthy (24 layers, 200 steps)."
+    )
+    on_cpu = in_short([base, row("bf16-true", 10.0, gpu=None, loss=None), {"variant": "fp8-block", "error": "no"}])
+    assert on_cpu == (
+        "Beside bf16-mixed, bf16-true has 10.00 ms a step on this CPU (+0.0%), 1,000.0 MiB of state (+0.0%)."
+    )
+    assert in_short([base]) == in_short([fp8]) == in_short([]) == ""
 
 
 def row(variant: str, milliseconds: float, peak: int = 1000, **more: Any) -> dict[str, Any]:

@@ -72,6 +72,30 @@ def advise(rows: Sequence[Row], baseline: str = BASELINE) -> list[str]:
     return lines
 
 
+def in_short(rows: Sequence[Row], baseline: str = BASELINE) -> str:
+    """One sentence: the loss, time and memory of each precision, and the verdict of its ``Fp8Monitor``.
+
+    Empty if there is no run of the baseline, or of no other precision.
+    """
+    ran = {row["variant"]: row for row in rows if not row.get("error")}
+    if baseline not in ran:
+        return ""
+    reference, parts = ran.pop(baseline), []
+    for variant, row in ran.items():
+        memory, of = ("peak_bytes", "at the peak") if row.get("gpu") else ("state_bytes", "of state")
+        on = "" if row.get("gpu") else " on this CPU"
+        numbers = {"p50_ms": f"{row['p50_ms']:.2f} ms a step{on}", memory: f"{row[memory] / _MIB:,.1f} MiB {of}"}
+        if row.get("loss") is not None:
+            numbers = {"loss": f"a loss of {row['loss']:.4f}", **numbers}
+        said = [f"{text} ({_change(row[key], reference[key])})" for key, text in numbers.items()]
+        parts.append(", ".join([f"{variant} has {said[0]}", *said[1:], *filter(None, [row.get("verdict")])]))
+    return f"Beside {baseline}, {'; '.join(parts)}." if parts else ""
+
+
+def _change(value: float, reference: float | None) -> str:
+    return f"{value / reference - 1:+.1%}" if reference else f"from {reference}"
+
+
 def worse_loss(row: Row, reference: Row) -> str:
     """Why the losses do not pass rule 1; empty if they do."""
     mine, first = _losses(row), reference.get("first_loss")

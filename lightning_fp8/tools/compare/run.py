@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,12 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_fp8.callbacks import RunRecord
-from lightning_fp8.cli import Fp8CLI
+from lightning_fp8.callbacks import Fp8Monitor, RunRecord
+from lightning_fp8.cli import Fp8CLI, ProgressLines
 from lightning_fp8.runtime.environment import gpu_environment
 from lightning_fp8.runtime.run_files import write_json
-from lightning_fp8.tools.compare import MEASURED_FILE
 from lightning_fp8.tools.compare.measure import Measure
-from lightning_fp8.tools.compare.variants import VARIANTS, plugin_settings
+from lightning_fp8.tools.compare.variants import MEASURED_FILE, VARIANTS, plugin_settings
 
 # callbacks that end runs early, write checkpoints, take time, or choose different settings for each precision
 _LEFT_OUT = (
@@ -32,6 +32,9 @@ _LEFT_OUT = (
 _NEVER = 10**9
 # number of lines that a run logs on a GPU, where reading a metric makes the host wait for the device
 _LOGGED_ON_GPU = 20
+# lines about steps that a run prints, and checks of an `Fp8Monitor`, at least
+_LINES = 10
+_CHECKS = 6
 # in place of the configuration's
 _TRAINER = {
     # only the number of steps ends the run
@@ -97,7 +100,13 @@ class CompareCLI(Fp8CLI):
         trainer.plugins = [*(plugin for plugin in plugins if not issubclass(_class_of(plugin), Precision)), precision]
         callbacks, trainer.callbacks = _as_list(trainer.callbacks), []
         for callback in callbacks:
-            if issubclass(_class_of(callback), _LEFT_OUT) or _is_ours(callback):
+            if issubclass(_class_of(callback), Fp8Monitor):
+                if class_path == VARIANTS["fp8-delayed"][0]:
+                    often = min(callback.init_args.every_n_steps, max(1, self.steps // _CHECKS))
+                    # it measures what is compared, and changes nothing of it
+                    own = {**vars(callback.init_args), "every_n_steps": often, "action": "warn", "cooldown": None}
+                    trainer.callbacks.append(factory(class_path=callback.class_path, init_args=factory(**own)))
+            elif issubclass(_class_of(callback), _LEFT_OUT) or _is_ours(callback):
                 self.left_out.append(_class_of(callback).__name__)
             else:
                 trainer.callbacks.append(callback)
@@ -106,7 +115,8 @@ class CompareCLI(Fp8CLI):
         """The configuration's Trainer, with our logger and callbacks."""
         trainer = super().instantiate_trainer(logger=CSVLogger(self.folder.parent, self.folder.name, ""), **kwargs)
         # last, so that the work of the user's callbacks after a batch is part of its step
-        trainer.callbacks += [RunRecord(), self.measure]  # type: ignore[attr-defined]
+        lines = ProgressLines(max(1, self.steps // _LINES), write=partial(print, flush=True))
+        trainer.callbacks += [RunRecord(), self.measure, lines]  # type: ignore[attr-defined]
         return trainer
 
     def after_fit(self) -> None:
@@ -114,6 +124,9 @@ class CompareCLI(Fp8CLI):
         super().after_fit()
         device = self.trainer.strategy.root_device
         results = self.measure.results(self.trainer)
+        for monitor in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(monitor, Fp8Monitor) and monitor.verdict().steps >= monitor.every_n_steps:
+                results["verdict"] = str(monitor.verdict()).partition("\n")[0]
         about = {"device": device.type, **gpu_environment(device), "seed": self.seed, "left_out": self.left_out}
         if self.trainer.is_global_zero:
             write_json(self.folder / MEASURED_FILE, {**results, **about})

@@ -10,6 +10,8 @@ from lightning_fp8.plugins.settings import ARGUMENTS, recipe_argument, suggestio
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scalings.recipe import RECIPES, as_recipe, recipe_fields
 
+# next to a run's logs: what it measured, or why it failed
+MEASURED_FILE = "measured.json"
 BASELINE = "bf16-mixed"
 # the baseline on a CPU that emulates bf16 products
 EMULATED_BASELINE = "32-true"
