@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from lightning_fp8.runtime.did_you_mean import did_you_mean
@@ -91,7 +91,7 @@ CONDITIONS: dict[str, Condition] = {
         "normally distributed operands have 28 dB in E4M3; 6 dB are one bit",
     ),
     "growing": Condition(
-        0.3,
+        0.5,
         "share of the steps",
         "unhealthy",
         "above the range of its scale in {:.0%} of the steps",
@@ -132,7 +132,7 @@ CONDITIONS: dict[str, Condition] = {
         "unhealthy",
         "the scale is 2^{:.0f}, close to the limits of float32",
         "The tensor is all but zero, or all but infinite.",
-        "multiply the loss, such as `loss * 2**10`, and look at the initialisation of the layer",
+        "multiply the loss, such as `loss * 2**20`",
         "float32 ends at 2^127",
     ),
     "tiny": Condition(
@@ -266,11 +266,11 @@ class Verdict:
 
     @property
     def groups(self) -> list[tuple[Finding, list[str]]]:
-        """The findings of one condition together: the worst of them, and all the places."""
+        """The findings of one condition as one, with the worst value; and all their places, in order."""
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.condition, []).append(finding)
-        return [(found[0], [finding.where for finding in found]) for found in groups.values()]
+        return [(_together(found), [finding.where for finding in found]) for found in groups.values()]
 
     def __str__(self) -> str:
         size = f"{self.layers} layers, {self.steps:,} steps"
@@ -309,6 +309,17 @@ class Verdict:
                 for finding in self.findings
             ],
         }
+
+
+def _together(findings: Sequence[Finding]) -> Finding:
+    first, values = findings[0], [finding.value for finding in findings]
+    return replace(
+        first,
+        since=min(finding.since for finding in findings),
+        last=max(finding.last for finding in findings),
+        value=min(values) if first.condition in LOW else max(values),
+        holds=any(finding.holds for finding in findings),
+    )
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

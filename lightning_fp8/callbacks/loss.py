@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# how far the median of an interval, and single steps, must be above the lowest median, as a share of what the median
-# has fallen, and in standard deviations of the calmest interval
+# how far the median of an interval, and single steps, must be above the lowest median, and the latter above their own:
+# as a share of what the median has fallen, and in standard deviations of recent losses
 _RISE = 0.5
 _FAR_OF_MEDIANS, _FAR = 3.0, 6.0
 _CHECKS_IN_A_ROW = 3
+# so many losses tell how much they vary
+_RECENT = 50
+_QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64, device="cpu")
 
 
 class Loss:
@@ -20,7 +23,7 @@ class Loss:
 
     The loss *diverges* if its median over an interval has risen, at three checks in a row, by more than half of what it
     had fallen since the first interval, or if it is inf or NaN. It *spikes* if single steps rise so far, and the median
-    does not. Neither counts within the noise of the calmest interval.
+    does not. Neither counts within the noise of recent losses.
     """
 
     def __init__(self) -> None:
@@ -28,8 +31,10 @@ class Loss:
         self._of_steps: list[Tensor] = []
         self._first: float | None = None
         self._lowest = 0.0
-        self._noise = float("inf")
+        self._recent: list[float] = []
         self._in_a_row = 0
+        # whether the newest interval is the lowest so far, and whether it has risen
+        self.is_lowest = self.has_risen = False
 
     def add(self, loss: Tensor | float | None) -> None:
         """The loss of a batch; those of a step are averaged."""
@@ -53,29 +58,33 @@ class Loss:
         losses = summed[0] / summed[1]
         finite = losses[losses.isfinite()]
         if 2 * len(finite) < len(losses):
+            self.has_risen = True
             return {"diverges": float("inf")}
-        low, median, high = finite.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=finite.dtype)).tolist()
-        # that of normally distributed numbers with these quartiles
-        noise = (high - low) / 1.349
+        median, highest = finite.median().item(), finite.max().item()
+        before, self._recent = self._recent, [*self._recent, *finite.tolist()][-_RECENT:]
+        self.is_lowest = self._first is None or median <= self._lowest
         if self._first is None:
-            self._first, self._lowest, self._noise = median, median, noise
+            self._first = self._lowest = median
             return {}
-        # a loss that has never fallen diverges where it doubles
-        fallen = self._first - self._lowest or 2 * abs(self._first)
-        has_risen = median - self._lowest > max(_RISE * fallen, _FAR_OF_MEDIANS * self._noise)
-        self._in_a_row = self._in_a_row + 1 if has_risen else 0
-        highest = finite.max().item()
+        quartiles = torch.tensor(before, dtype=torch.float64, device="cpu").quantile(_QUARTILES)
+        # the standard deviation of normally distributed numbers with these quartiles
+        noise = (quartiles[1] - quartiles[0]).item() / 1.349
+        # a loss that has hardly fallen diverges where it doubles
+        fallen = self._first - self._lowest
+        fallen = fallen if fallen > _FAR_OF_MEDIANS * noise else max(fallen, 2 * abs(self._first))
+        self.has_risen = median - self._lowest > max(_RISE * fallen, _FAR_OF_MEDIANS * noise)
+        self._in_a_row = self._in_a_row + 1 if self.has_risen else 0
         found = {}
         if self._in_a_row >= _CHECKS_IN_A_ROW:
             found["diverges"] = (median - self._lowest) / fallen
-        elif not has_risen and highest - median > max(_RISE * fallen, _FAR * self._noise):
+        elif not self.has_risen and highest - median > max(_RISE * fallen, _FAR * noise):
             found["spikes"] = (highest - median) / fallen
-        self._lowest, self._noise = min(self._lowest, median), min(self._noise, noise)
+        self._lowest = min(self._lowest, median)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on exactly."""
-        own = {name: getattr(self, name) for name in ("_first", "_lowest", "_noise", "_in_a_row")}
+        own = {name: getattr(self, name) for name in ("_first", "_lowest", "_recent", "_in_a_row")}
         return {**own, "_of_steps": [loss.to("cpu", copy=True) for loss in self._of_steps]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -42,8 +42,8 @@ Action = Literal["warn", "raise", "fallback", "current"]
 _MOVES = ("fallback", "current")
 # one number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a threshold
 _MIN_LOST = 10
-# nor do fewer steps than this
-_MIN_STEPS = 5
+# tensors grow in the first steps of a run: steps above the range count from so many updates on
+_MIN_UPDATES = 50
 Found = dict[tuple[str, str], float]
 
 
@@ -145,6 +145,11 @@ class Fp8Monitor(RunWatcher):
         # how often in a row a condition held at checks, and the step at which a tensor was last updated, by name
         self._in_a_row: dict[tuple[str, str], int] = {}
         self._last_update: dict[str, int] = {}
+        # by tensor, of the newest checks: at how many updates it was beyond its range, and of how many
+        self._beyond: dict[str, list[tuple[int, int]]] = {}
+        # by tensor, what was far beyond its range since the loss was lowest, before this interval and in it
+        self._bursts: dict[str, float] = {}
+        self._bursts_now: dict[str, float] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
         # those that have been reported and still hold
         self._said: set[tuple[str, str]] = set()
@@ -190,6 +195,8 @@ class Fp8Monitor(RunWatcher):
             "steps": self._steps,
             "in_a_row": [(*key, count) for key, count in self._in_a_row.items()],
             "last_update": dict(self._last_update),
+            "beyond": {name: list(counts) for name, counts in self._beyond.items()},
+            "bursts": dict(self._bursts),
             "findings": [vars(finding).copy() for finding in self._findings.values()],
             "said": sorted(self._said),
             "since_move": dict(self._since_move),
@@ -209,6 +216,8 @@ class Fp8Monitor(RunWatcher):
         self._steps = loaded["steps"]
         self._in_a_row = {(condition, where): count for condition, where, count in loaded["in_a_row"]}
         self._last_update = dict(loaded["last_update"])
+        self._beyond = {name: [*map(tuple, counts)] for name, counts in loaded["beyond"].items()}
+        self._bursts = dict(loaded["bursts"])
         findings = [Finding(**fields) for fields in loaded["findings"]]
         self._findings = {(finding.condition, finding.where): finding for finding in findings}
         self._said = set(map(tuple, loaded["said"]))
@@ -327,23 +336,36 @@ class Fp8Monitor(RunWatcher):
         layers = dict(converted(model))
         self._layers = sum(layer.in_fp8 for layer in layers.values())
         sqnr = _ratios(products, list(layers), state.device)
-        found = self._found(state, measured, sqnr)
-        trains = {gemm.module for layer in layers.values() for gemm, w in layer.gemms() if w.requires_grad}
-        found |= self._silent(state, measured, trains)
-        found |= self._of_loss(found)
+        loss_rises = {
+            name: value
+            for name, value in self._loss.check(over_processes).items()
+            if value > self.thresholds.get(name, math.inf)
+        }
+        found = self._found(state, measured, sqnr, "spikes" in loss_rises)
+        of_data = any(where == state.names[0] for _, where in found)
+        if self._loss.has_risen and not (self._bursts or of_data or self._has_lost()):
+            # a loss that rises for another reason makes all tensors grow but those that the data are
+            found = {key: value for key, value in found.items() if key[0] not in OF_THE_SCALE}
+        training = [layer for layer in layers.values() if layer.training]
+        run = {gemm.module for layer in training for gemm in layer.fp8.values()}
+        trains = {gemm.module for layer in training for gemm, weight in layer.gemms() if weight.requires_grad}
+        found |= self._silent(state, measured, run, trains)
+        found |= self._of_loss(found, loss_rises)
         self._act(state, measured, found)
         self._write()
         return self._metrics(state, measured, sqnr)
 
     # What is found
 
-    def _found(self, state: ScalingState, measured: Measured, products: dict[str, float]) -> Found:
-        """The conditions that hold for tensors and layers now, each with what was measured."""
+    def _found(self, state: ScalingState, measured: Measured, products: dict[str, float], spikes: bool) -> Found:
+        """The conditions that hold for tensors and layers now, each with what was measured.
+
+        ``spikes``: whether the loss does.
+        """
         limits, found = self.thresholds, Found()
         m, in_fp8, names = measured, state.rows_in_fp8.tolist(), state.names
         saturated = (m.saturated / m.numbers.clamp(min=1)).tolist()
         underflowed = (m.underflowed / m.nonzero.clamp(min=1)).tolist()
-        beyond = (m.beyond / max(1, m.updates)).tolist()
         log2_scale, log2_amax = m.scale.log2().tolist(), m.amax.log2().tolist()
         uses_history = state.recipe.scaling("input").reads_history
 
@@ -388,18 +410,33 @@ class Fp8Monitor(RunWatcher):
                 lasting("tiny", name, log2_amax[row] < limits.get("tiny", -math.inf), True, log2_amax[row])
             if current or ("limit", name) in found:
                 continue
+            counts = self._beyond.setdefault(name, [])
+            counts.append((int(m.beyond[row]), m.updates))
+            while len(counts) > self.checks_in_a_row and sum(of for _, of in counts[1:]) >= _MIN_UPDATES:
+                counts.pop(0)
+            times, of = map(sum, zip(*counts, strict=True))
             kind = "window" if state.recipe.window < 4 or state.recipe.newest_only else "growing"
-            is_often = int(m.beyond[row]) >= _MIN_STEPS
-            lasting(kind, name, above(kind, beyond[row]) and is_often, True, beyond[row])
-            lasting("bursts", name, above("bursts", float(m.overshoot[row])), True, float(m.overshoot[row]))
+            is_known = len(counts) >= self.checks_in_a_row and of >= _MIN_UPDATES
+            if is_known and above(kind, times / of):
+                found[kind, name] = times / of
+            overshoot = float(m.overshoot[row])
+            # where the loss rises, all tensors may be large because of that but those that the data are
+            is_effect = row > 0 and (spikes or self._loss.has_risen)
+            if above("bursts", overshoot) and not is_effect:
+                if row < len(state.module_names):
+                    self._bursts_now[name] = overshoot
+                count = self._in_a_row["bursts", name] = self._in_a_row.get(("bursts", name), 0) + 1
+                if count > 1:
+                    found["bursts", name] = overshoot
             headroom = float(m.headroom[row])
             lasting("margin", name, above("margin", headroom), headroom == headroom, headroom)
         for path, ratio in products.items():
             lasting("product", path, ratio < limits.get("product", -math.inf), True, ratio)
         return found
 
-    def _silent(self, state: ScalingState, measured: Measured, trains: set[int]) -> Found:
-        """Layers that do not run, and those that do not learn."""
+    def _silent(self, state: ScalingState, measured: Measured, run: set[int], trains: set[int]) -> Found:
+        """Layers that do not run, of those in training mode, and those that do not learn, of those with a weight to
+        train; all by their positions."""
         found, count = Found(), len(state.module_names)
         updated, nonfinite, active = measured.updated, measured.nonfinite, measured.active
         if not measured.updates:
@@ -414,7 +451,7 @@ class Fp8Monitor(RunWatcher):
             dead_input = grad and not its
             # with a gradient of its weight, the gradient of its output was lost, not zero
             dead_grad = its and not grad and module in trains and not measured.with_gradient[module]
-            self._count(found, "unused", layer or "(root)", not ran)
+            self._count(found, "unused", layer or "(root)", not ran and module in run)
             self._count(found, "dead", f"{layer}.input".lstrip("."), dead_input and is_finite)
             self._count(found, "dead", f"{layer}.grad_output".lstrip("."), dead_grad and is_finite)
         return found
@@ -425,13 +462,22 @@ class Fp8Monitor(RunWatcher):
             if count >= self.thresholds[condition]:
                 found[condition, where] = float(count)
 
-    def _of_loss(self, found: Found) -> Found:
-        """What the loss does, where no cast explains it."""
-        measured = self._loss.check(over_processes)
-        lost = {key for key in found if key[0] in OF_THE_CAST}
-        if lost or any(finding.condition in OF_THE_CAST and finding.holds for finding in self._findings.values()):
+    def _of_loss(self, found: Found, rises: dict[str, float]) -> Found:
+        """What the loss does, where no cast explains it; where single casts of inputs may, these."""
+        # in an interval in which the loss diverges, inputs grow because of that
+        bursts = self._bursts if "diverges" in rises else {**self._bursts, **self._bursts_now}
+        self._bursts = {**({} if self._loss.is_lowest else self._bursts), **self._bursts_now}
+        self._bursts_now = {}
+        if rises and bursts:
+            return {("bursts", name): value for name, value in bursts.items()}
+        if self._has_lost() or any(key[0] in OF_THE_CAST for key in found):
             return Found()
-        return {(name, ""): value for name, value in measured.items() if value > self.thresholds.get(name, math.inf)}
+        return {(name, ""): value for name, value in rises.items()}
+
+    def _has_lost(self) -> bool:
+        """Whether casts lost too much at the check before."""
+        lossy = {*OF_THE_CAST} - {"nonfinite"}
+        return any(finding.condition in lossy and finding.holds for finding in self._findings.values())
 
     # What is done about it
 
@@ -449,7 +495,8 @@ class Fp8Monitor(RunWatcher):
                 self._findings[condition, where] = finding
             finding.value = min(finding.value, value) if condition in LOW else max(finding.value, value)
             finding.last, finding.holds = self._steps, True
-        self._said = {*found}
+        # what happens in single steps is said once
+        self._said = {*found, *(key for key in self._said if key[0] in ("bursts", "spikes"))}
         returned = self._return(state) if self.cooldown is not None else []
         moved = self._move(state, measured, new) if new and self.action in _MOVES else ""
         if returned:
@@ -468,6 +515,10 @@ class Fp8Monitor(RunWatcher):
     def _remedy(self, state: ScalingState, condition: str, where: str) -> str:
         layer = where if condition in ("product", "unused") else where.rpartition(".")[0]
         fields = {"layer": layer, "margin": getattr(state.recipe, "margin", 0) + 1}
+        if condition == "limit" and not where.endswith("grad_output"):
+            return "scale what the layer takes in, such as `x * 2**20`, or leave the layer in bf16"
+        if condition == "saturated" and state.recipe.window < 4:
+            condition = "window"
         if condition == "margin" and getattr(state.recipe, "margin", 0) < 1:
             return '`precision="fp8-current"`: single steps have far larger values than the others'
         return CONDITIONS[condition].remedy.format(**fields)

@@ -109,7 +109,7 @@ class PerTensor(OneScale):
         if opened.history is not None:
             newest = opened.history.amax_history[0].index_select(0, slot.index)[0]
             # exact, unlike the inverse of an inverse
-            scale = torch.where(newest > 0, opened.history.scale.index_select(0, slot.index)[0], scale)
+            scale = torch.where(newest > 0, opened.history.scale.index_select(0, slot.index)[0] * ROUNDING, scale)
         count(x, scale, slot, self.fp8)
 
     @override

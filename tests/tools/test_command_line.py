@@ -109,8 +109,8 @@ def test_the_program_finds_the_users_modules_and_needs_no_data(tmp_path: Path) -
         (["-c", "list.yaml"], "DelayedScaling has no field 'margn'."),
         (["-c", "class.yaml"], "CurrentScaling: `margin`"),
         (
-            ["--trainer.callbacks=lightning_fp8.ScaleWatchdog", "--trainer.callbacks.every_n_steps=0"],
-            "ScaleWatchdog: `every_n_steps`",
+            ["--trainer.callbacks=lightning_fp8.ScaleFactorLogger", "--trainer.callbacks.every_n_steps=0"],
+            "ScaleFactorLogger: `every_n_steps`",
         ),
     ],
 )

@@ -47,7 +47,7 @@ CONFIG: dict[str, Any] = {
         "precision": "64-true",
         "callbacks": [
             {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"},
-            {"class_path": "lightning_fp8.ScaleWatchdog"},
+            {"class_path": "lightning_fp8.ScaleFactorLogger"},
             {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
         ],
         "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "users_own"}},
