@@ -24,6 +24,7 @@ def main() -> None:
         sys.exit(f"There is no {REPORT}: run `OMP_NUM_THREADS=1 make demo` first.")
     if chromium is None:
         sys.exit("There is no Chromium: `make browser` installs one.")
+    PICTURE.parent.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1000, "height": 200}, color_scheme="light")
