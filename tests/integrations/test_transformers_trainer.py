@@ -143,14 +143,6 @@ def test_a_bad_schedule_is_refused_at_the_start(tmp_path: Path) -> None:
     assert run.state.global_step == 0
 
 
-def test_a_recipe_by_its_precision_string(tmp_path: Path) -> None:
-    model = regressor()
-    trainer(tmp_path, model, Fp8Callback("fp8-current"), data=numbers())
-    assert scaling_state(model).recipe == CurrentScaling()
-    with pytest.raises(ValueError, match="Did you mean 'fp8-current'"):
-        Fp8Callback("fp8-curent")
-
-
 def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     model = llama()
     callback = Fp8Callback({"amax_history_len": 3}, ignore_modules=["lm_head"], min_features=32)
@@ -161,6 +153,14 @@ def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     # `k_proj` and `v_proj` have 16 features out
     assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
     assert state.config == Fp8Config(state.recipe, min_features=32)
+
+
+def test_a_recipe_by_its_precision_string(tmp_path: Path) -> None:
+    model = regressor()
+    trainer(tmp_path, model, Fp8Callback("fp8-current"), data=numbers())
+    assert scaling_state(model).recipe == CurrentScaling()
+    with pytest.raises(ValueError, match="Did you mean 'fp8-current'"):
+        Fp8Callback("fp8-curent")
 
 
 def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
