@@ -64,7 +64,7 @@ class Fp8Callback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def __init__(
         self,
-        recipe: Recipe | Mapping[str, Any] | None = None,
+        recipe: Recipe | str | Mapping[str, Any] | None = None,
         ignore_modules: Sequence[str] = (),
         min_features: int | None = None,
         frozen_weights: FrozenWeights | None = None,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainer_runs import Batch, llama, texts, trainer
 from transformers import Trainer, TrainingArguments
 
-from lightning_fp8 import DelayedScaling, convert, scaling_state
+from lightning_fp8 import CurrentScaling, DelayedScaling, convert, scaling_state
 from lightning_fp8.integrations import Fp8Callback
 from lightning_fp8.scaling.config import Fp8Config
 
@@ -144,6 +144,14 @@ def test_each_argument_is_that_of_convert(tmp_path: Path) -> None:
     # `k_proj` and `v_proj` have 16 features out
     assert state.module_names == tuple(f"model.layers.{layer}.{name}" for layer in (0, 1) for name in gates)
     assert state.config == Fp8Config(state.recipe, min_features=32)
+
+
+def test_a_recipe_by_its_precision_string(tmp_path: Path) -> None:
+    model = regressor()
+    trainer(tmp_path, model, Fp8Callback("fp8-current"), data=numbers())
+    assert scaling_state(model).recipe == CurrentScaling()
+    with pytest.raises(ValueError, match="Did you mean 'fp8-current'"):
+        Fp8Callback("fp8-curent")
 
 
 def test_what_an_abandoned_step_recorded_is_dropped(tmp_path: Path) -> None:
