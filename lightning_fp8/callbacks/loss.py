@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,6 @@ _FAR_OF_MEDIANS, _FAR = 3.0, 6.0
 _CHECKS_IN_A_ROW = 3
 # so many losses tell how much they vary
 _RECENT = 50
-_QUARTILES = torch.tensor([0.25, 0.75], dtype=torch.float64, device="cpu")
 
 
 class Loss:
@@ -53,22 +54,23 @@ class Loss:
             return {}
         # those of before a resume are on the CPU
         device = self._of_steps[-1].device
-        losses, self._of_steps = torch.stack([loss.to(device) for loss in self._of_steps]), []
-        summed = reduce(torch.stack([losses, torch.ones_like(losses)]), "sum").cpu()
-        losses = summed[0] / summed[1]
-        finite = losses[losses.isfinite()]
+        of_steps, self._of_steps = torch.stack([loss.to(device) for loss in self._of_steps]), []
+        summed = reduce(torch.stack([of_steps, torch.ones_like(of_steps)]), "sum").cpu()
+        losses: list[float] = (summed[0] / summed[1]).tolist()
+        finite = [loss for loss in losses if math.isfinite(loss)]
         if 2 * len(finite) < len(losses):
             self.has_risen = True
             return {"diverges": float("inf")}
-        median, highest = finite.median().item(), finite.max().item()
-        before, self._recent = self._recent, [*self._recent, *finite.tolist()][-_RECENT:]
+        median, highest = statistics.median(finite), max(finite)
+        before = self._recent
         self.is_lowest = self._first is None or median <= self._lowest
-        if self._first is None:
+        if self._first is None or len(before) < 2:
             self._first = self._lowest = median
+            self._recent = finite[-_RECENT:]
             return {}
-        quartiles = torch.tensor(before, dtype=torch.float64, device="cpu").quantile(_QUARTILES)
+        low, _, high = statistics.quantiles(before, n=4)
         # the standard deviation of normally distributed numbers with these quartiles
-        noise = (quartiles[1] - quartiles[0]).item() / 1.349
+        noise = (high - low) / 1.349
         # a loss that has hardly fallen diverges where it doubles
         fallen = self._first - self._lowest
         fallen = fallen if fallen > _FAR_OF_MEDIANS * noise else max(fallen, 2 * abs(self._first))
@@ -79,6 +81,8 @@ class Loss:
             found["diverges"] = (median - self._lowest) / fallen
         elif not self.has_risen and highest - median > max(_RISE * fallen, _FAR * noise):
             found["spikes"] = (highest - median) / fallen
+        if not self.has_risen:
+            self._recent = [*before, *finite][-_RECENT:]
         self._lowest = min(self._lowest, median)
         return found
 

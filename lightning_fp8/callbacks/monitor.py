@@ -43,7 +43,7 @@ _MOVES = ("fallback", "current")
 # one number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a threshold
 _MIN_LOST = 10
 # tensors grow in the first steps of a run: steps above the range count from so many updates on
-_MIN_UPDATES = 50
+_MIN_UPDATES = 100
 Found = dict[tuple[str, str], float]
 
 

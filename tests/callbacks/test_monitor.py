@@ -125,8 +125,8 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
     "healthy": (DelayedScaling(), same_input, {}, {}, "healthy"),
     "inputs grow": (
         DelayedScaling(),
-        lambda step, x: x * 1.1**step,
-        {"rate": 1e-9, "every": 20, "steps": 80},
+        lambda step, x: x * 1.1 ** min(step, 100),
+        {"rate": 1e-9, "every": 20, "steps": 120},
         {"growing": ["0.input"]},
         "unhealthy",
     ),
@@ -140,7 +140,7 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
     "window": (
         DelayedScaling(amax_history_len=1),
         same_input,
-        {"every": 20, "steps": 80},
+        {"every": 20, "steps": 120},
         {"window": ["2.input", "2.grad_output"]},
         "look at",
     ),

@@ -399,7 +399,7 @@ train(model, steps=1)
     for rank in run(body, tmp_path, device=device):
         assert "Net has no FP8 layer whose weight FSDP2 shards" in rank["plain"]
         assert "`reduce_amax=True`" in rank["reduce"]
-        assert "BlockScaling(power_of_2_scales=False) gives each block of it a scale of its own" in rank["blocks"]
+        assert "BlockScaling() gives each block of it a scale of its own" in rank["blocks"]
         assert "there is nothing to gather" in rank["tied"]
         assert "last" not in rank["names"]
         assert "'first' cannot fall back: its weight is gathered in FP8" in rank["fall back"]

@@ -152,7 +152,7 @@ def test_devices_without_products_in_mx_take_values(
         assert plain.has_mx(torch.device("cpu")) == runs
     taken: list[str] = []
     monkeypatch.setattr(plain, "has_mx", lambda _: runs)
-    monkeypatch.setattr(plain, "scaled_mm_mx", lambda *given: taken.append("mx") or given[0].payload)
+    monkeypatch.setattr(plain, "scaled_mm_mx", lambda *given: taken.append("mx") or given[0].codes)
     monkeypatch.setattr(emulation, "product_of_rounded_values", lambda *_: taken.append("values"))
     weight: Any = from_codes(*published("mx", 64, 96), torch.float32, "layer")
     x = Operand(torch.zeros(16, 96, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8), MX())

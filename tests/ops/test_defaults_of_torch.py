@@ -13,8 +13,7 @@ import torch
 from pairwise import pairwise
 from torch import Tensor, nn
 
-from lightning_fp8 import convert, export, load_exported, scaling_state
-from lightning_fp8.callbacks.watch import Limits, Watch
+from lightning_fp8 import Fp8Monitor, convert, export, load_exported, scaling_state
 from lightning_fp8.runtime.switch import default_dtype
 from lightning_fp8.scalings.recipe import RECIPES
 
@@ -28,7 +27,7 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def train(model: nn.Module, *given: Tensor) -> list[Tensor]:
     """The outputs of two steps, the last gradients, and a checkpoint's numbers, which are loaded in between."""
     state, seen = scaling_state(model), []
-    watch = Watch(state, Limits(5, 5, 0.1, 0.1, 1))
+    monitor = Fp8Monitor(every_n_steps=1)
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16, enabled=bool(step)):
             y = model(*given)
@@ -38,7 +37,7 @@ def train(model: nn.Module, *given: Tensor) -> list[Tensor]:
         saved = state.state_dict()
         seen += [number for entry in saved.values() for number in entry.values()]
         state.load_state_dict(saved)
-        watch.check(step, lambda counts: counts)
+        monitor.check(model)
     return [*seen, *(one.grad for one in model.parameters() if one.grad is not None)]
 
 

@@ -72,8 +72,7 @@ def run(
         sums = Guarded(shapes[2], torch.float32, poison) if outputs[2] else None
         scale_inv = Guarded((), torch.float32, poison)
         tensors = [None if out is None else out.tensor for out in (y, y_t, sums, scale_inv)]
-        payloads = (NO_PAYLOAD if tensor is None else tensor for tensor in tensors[:2])
-        written = dict(zip(("y", "y_t", "column_sums", "scale_inv"), (*payloads, *tensors[2:])))
+        written = dict(zip(("y", "y_t", "column_sums", "scale_inv"), tensors))
         if row.current_amax is not None:
             row.current_amax.zero_()
         casts.cast_transpose(kernel, x, row._replace(**written), dy, gated)

@@ -50,7 +50,9 @@ class Runner:
 def is_about_fp8(warning: str) -> bool:
     """Whether a warning tells the user to change something; saving the adapters warns about their base."""
     summaries = [f"Precision {precision} is not supported by the model summary" for precision in FP8_PRECISIONS]
-    return "fp8" in warning.lower() and not warning.startswith((*summaries, "state_dict: 15 frozen weights"))
+    return "fp8" in warning.lower() and not warning.startswith(
+        (*summaries, "state_dict: 15 frozen weights", "Fp8Monitor: the run made")
+    )
 
 
 def loss_in(printed: str) -> float:
