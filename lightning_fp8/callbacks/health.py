@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -302,6 +303,8 @@ class Verdict:
             "findings": [
                 {
                     **asdict(finding),
+                    # JSON has no infinity
+                    "value": finding.value if math.isfinite(finding.value) else None,
                     "what": finding.what,
                     "meaning": CONDITIONS[finding.condition].meaning,
                     "status": CONDITIONS[finding.condition].status,
