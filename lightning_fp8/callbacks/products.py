@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fp8.callbacks.watch import over_processes
 from lightning_fp8.metrics.sqnr import signal_and_noise
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.linear import LinearForward
@@ -56,3 +57,13 @@ def _signal_and_noise(layer: nn.Module, x: Tensor, output: Tensor) -> Tensor:
     with torch.autocast(output.device.type, torch.bfloat16):
         exact = layer.plain_class.forward(layer, rows)  # type: ignore[operator, union-attr]
     return torch.stack(signal_and_noise(of_output, exact))
+
+
+def ratios(sums: dict[str, Tensor], paths: Sequence[str], device: torch.device) -> dict[str, float]:
+    """The signal-to-noise ratio of each layer's product over all processes, in dB."""
+    # zeros for a layer that this process has not run
+    empty = torch.zeros(2, dtype=torch.float64, device=device)
+    together = over_processes(torch.stack([sums.get(path, empty) for path in paths]), "sum")
+    signal, noise = together.cpu().unbind(dim=1)
+    decibels = (10 * torch.log10(signal / noise)).tolist()
+    return {path: ratio for path, ratio in zip(paths, decibels, strict=True) if ratio == ratio}

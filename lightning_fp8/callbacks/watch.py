@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.modules.gemm import Gemm
 from lightning_fp8.scaling.state import LAYOUT, ScalingState
-from lightning_fp8.scaling.statistics import cast_counts, cast_noise
+from lightning_fp8.scaling.statistics import cast_counts, cast_noise, headroom_bits
 
 # a scale and its inverse are rounded, so a value may be above the range by this much without being clipped
 _ROUNDING = 1 + 2**-16
@@ -58,6 +58,16 @@ class Measured(NamedTuple):
     amax: Tensor
     scale: Tensor
     headroom: Tensor
+
+    @property
+    def saturated_fraction(self) -> Tensor:
+        """Share of the numbers that casts of this step clipped, 0 where there was no cast."""
+        return self.saturated / self.numbers.clamp(min=1)
+
+    @property
+    def underflowed_fraction(self) -> Tensor:
+        """Share of the nonzero numbers that they turned into zero, likewise."""
+        return self.underflowed / self.nonzero.clamp(min=1)
 
 
 class Watch:
@@ -202,7 +212,7 @@ class Watch:
             sqnr=10 * torch.log10(signal / noise),
             amax=amax,
             scale=scale,
-            headroom=(fp8_max / (amax * scale)).log2().where((amax > 0) & is_delayed, float("nan")),
+            headroom=headroom_bits(fp8_max, amax, scale).where(is_delayed, float("nan")),
         )
         self._seen = state.updates
         for counter in (self._updates, self._beyond, self._overshoot, self._with_gradient):

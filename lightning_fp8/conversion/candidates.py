@@ -104,7 +104,7 @@ def planned_layers(
         else:
             reason = reason_against(layer, layer in outputs_of_converted)
         of_size = None if reason else too_small(layer, config.min_features)
-        becomes = None if reason or of_size else family_of(layer).fp8_class(layer)
+        becomes = None if reason or of_size else (family or LINEAR).fp8_class(layer)
         if becomes is not None and isinstance(layer, nn.MultiheadAttention):
             outputs_of_converted.add(adapted_layer(layer.out_proj))
         whys = (layer in ignored, of_size is not None, in_adapter)

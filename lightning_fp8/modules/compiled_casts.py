@@ -9,6 +9,7 @@ optimizer step, a load and a move clear it.
 from __future__ import annotations
 
 import threading
+import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,7 +21,7 @@ from lightning_fp8.modules.phase import Phase
 from lightning_fp8.modules.weight_cast import normal_tensors
 from lightning_fp8.modules.weights_together import cast_together, is_plain
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scalings.operand import Cast
+from lightning_fp8.scalings.operand import Cast, Operand
 
 _LOCK = threading.Lock()
 
@@ -106,10 +107,8 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Cast]:
 
 def _tensors(cast: Cast) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The codes and the scales of both layouts."""
-    rows, columns = cast.rows, cast.columns
-    # as `cast_together` makes them
-    assert rows is not None  # noqa: S101
-    assert columns is not None  # noqa: S101
+    # `cast_together` makes both
+    rows, columns = (typing.cast(Operand, operand) for operand in cast[:2])
     return rows.codes, columns.codes, rows.scale_inv, columns.scale_inv
 
 

@@ -29,7 +29,7 @@ from lightning_fp8.ops.formats import CASTABLE_DTYPES, DELAYED_ROLES
 from lightning_fp8.ops.library import backward_may_follow, is_exporting, may_get_gradient, on_gpu
 from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
-from lightning_fp8.scalings.operand import Want
+from lightning_fp8.scalings.operand import Operand, Want
 
 # the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
 _FORM = ("has_gate", "has_bias", "is_transposed")
@@ -135,9 +135,9 @@ class Fp8Experts(Fp8Module):
         check_whole(gemms[0], stack)
         check_input(self, f"input of {name}", x, stack.detach()[0])
         w8, slots = cast_stack(gemms, stack, phase), gemms[0].stack_slots
-        assert w8.rows is not None  # noqa: S101, all products are in FP8
         dtype, dy = output_dtype(x), slots["grad_output", phase]
-        bias = self._bias_for_groups(name, w8.rows.codes.shape[:2], dtype)
+        # all products are in FP8
+        bias = self._bias_for_groups(name, cast(Operand, w8.rows).codes.shape[:2], dtype)
         keep = may_get_gradient(stack) and backward_may_follow()
         x8 = cast_groups(x.detach(), slots["input", phase], groups, Want(True, keep))
         y: Tensor = linear_groups(x, stack, bias, *x8[:2], *w8[:2], groups, dy, dtype, self.weight_is_k_by_n)

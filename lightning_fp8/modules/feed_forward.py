@@ -27,6 +27,7 @@ from lightning_fp8.modules.linear import LinearForward
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.library import backward_may_follow, may_get_gradient
+from lightning_fp8.scalings.operand import Cast, Operand
 
 # of transformers: modules that call another
 _HOLD_A_FUNCTION = ("GELUActivation", "GELUTanh")
@@ -168,9 +169,8 @@ def _as_layer(layer: Fp8Module, phase: Phase, dtype: torch.dtype) -> Layer:
     weight, made, is_kept = cast_weight(gemm, _weight(layer), phase)
     bias_value = None if bias is None else rounded_bias(gemm, bias, dtype, is_kept, weight.shape[0])
     # all products are in FP8
-    assert made is not None  # noqa: S101
-    assert made.rows is not None  # noqa: S101
-    return Layer(weight, bias, bias_value, made.rows, made.columns)
+    rows, columns, _ = cast(Cast, made)
+    return Layer(weight, bias, bias_value, cast(Operand, rows), columns)
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -233,8 +233,8 @@ class Fp8Parameter(Tensor):
         return self
 
     def __getitem__(self, index: Any) -> Tensor:
-        # in inference mode torch fails to view a tensor of a class with operators of its own
-        if torch.is_inference_mode_enabled() and isinstance(index, int) and self.dim() == 3 and self.is_fp8:
+        # a matrix of a stack; not by `__torch_dispatch__`, as in inference mode torch fails to view such a tensor
+        if isinstance(index, int) and self.dim() == 3 and self.is_fp8:
             return Fp8Parameter(self.content.mapped(lambda tensor: tensor[index]))
         return super().__getitem__(index)  # type: ignore[no-any-return]
 
@@ -287,8 +287,6 @@ class Fp8Parameter(Tensor):
                     " `lightning_fp8.convert(model, frozen_weights='master')` first. `weight.dequantized()` gives the"
                     " values."
                 )
-            if func is _aten.select.int and weight.dim() == 3 and weight.is_fp8 and args[1] == 0:
-                return Fp8Parameter(weight.content.mapped(lambda tensor: tensor[args[2]]))
             if func is _aten._to_copy.default and weight.is_fp8 and kwargs.get("dtype") in (None, weight.dtype):
                 place = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking")}
                 return Fp8Parameter(weight.content.mapped(lambda tensor: func(tensor, **place)))

@@ -106,11 +106,12 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
     ):
         return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, kept, True)
     check_same_device(gemm, parameter)
-    if is_held(parameter):
-        return Fp8Weight(*fp8_only_cast(gemm, parameter, cast(Fp8Parameter, weight)))
-    if weight_cast.fp8_only or is_frozen(parameter):
-        parameter = with_master(gemm, parameter)
-        weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
+    if weight_cast.fp8_only or isinstance(parameter, Fp8Parameter):
+        if is_held(parameter):
+            return Fp8Weight(*fp8_only_cast(gemm, parameter, cast(Fp8Parameter, weight)))
+        if weight_cast.fp8_only or is_frozen(parameter):
+            parameter = with_master(gemm, parameter)
+            weight = weight.dequantized() if isinstance(weight, Fp8Parameter) else weight
     check_whole(gemm, parameter)
     weight = gemm.n_by_k(weight)
     # `functional_call` may have lent the layer another weight

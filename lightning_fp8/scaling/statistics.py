@@ -72,18 +72,18 @@ def _exponents(state: ScalingState, reduce: Callable[[Tensor, str], Tensor]) -> 
 def cast_counts(state: ScalingState) -> Tensor:
     """The values of ``state.cast_counts``, ``[R, 4] int64``, zeros if counting is off; a shared input has the
     same counts in each of its layers."""
-    counts = state.cast_counts.values
-    if counts is None:
-        return torch.zeros(len(state.names), 4, dtype=torch.int64, device=state.device)
-    return state.fill_sharers(counts)
+    return _of_sharers(state, state.cast_counts.values, 4, torch.int64)
 
 
 def cast_noise(state: ScalingState) -> Tensor:
     """The values of ``state.cast_counts.noise``, ``[R, 2] float64``; see :func:`cast_counts`."""
-    noise = state.cast_counts.noise
-    if noise is None:
-        return torch.zeros(len(state.names), 2, dtype=torch.float64, device=state.device)
-    return state.fill_sharers(noise)
+    return _of_sharers(state, state.cast_counts.noise, 2, torch.float64)
+
+
+def _of_sharers(state: ScalingState, counted: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    if counted is None:
+        return torch.zeros(len(state.names), columns, dtype=dtype, device=state.device)
+    return state.fill_sharers(counted)
 
 
 def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:

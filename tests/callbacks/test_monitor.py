@@ -256,7 +256,7 @@ def test_a_loss_that_bursts_have_ruined_is_not_called_another_causes() -> None:
     """One batch of large values, clipped under delayed scaling, after which the loss stays high."""
     monitor, model = Fp8Monitor(4), convert(mlp())
     trained(model, monitor, 24, same_input, rate=0.05)
-    monitor._bursts = {"0.input": 200.0}
+    monitor._diagnosis._bursts = {"0.input": 200.0}
     with torch.no_grad():
         model[2].bias.add_(10)
     verdict = trained(model, monitor, 16, same_input, rate=1e-9).verdict()

@@ -283,7 +283,7 @@ CALLBACKS: dict[str, tuple[Callable[[], Callback], list[str]]] = {
         lambda: callbacks.Fp8Monitor(3, "current", thresholds={"saturated": 0.0}, checks_in_a_row=1),
         [
             "lightning_fp8/callbacks/watch.py check: cpu",
-            "lightning_fp8/callbacks/monitor.py _ratios: cpu",
+            "lightning_fp8/callbacks/products.py ratios: cpu",
             "lightning_fp8/callbacks/loss.py check: cpu",
         ],
     ),

@@ -1,0 +1,218 @@
+"""What is wrong with an FP8 run, from what its checks measure: the conditions that hold, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_fp8.callbacks.health import OF_THE_CAST, OF_THE_SCALE
+from lightning_fp8.callbacks.loss import Loss
+from lightning_fp8.callbacks.watch import Measured, over_processes
+from lightning_fp8.modules.base import Fp8Module
+from lightning_fp8.scaling.state import ScalingState, tensor_name
+
+# one number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a threshold
+_MIN_LOST = 10
+# tensors grow in the first steps of a run: steps above the range count from so many updates on
+_MIN_UPDATES = 100
+# by condition and by tensor, layer or, for the run, an empty string: what was measured
+Found = dict[tuple[str, str], float]
+
+
+class Diagnosis:
+    """The conditions that hold at each check of one run.
+
+    Args:
+        thresholds: by condition; others are not looked for.
+        checks_in_a_row: at so many checks in a row a share or a ratio must be beyond its threshold.
+
+    Attributes:
+        loss: of the run; it gets each step's.
+    """
+
+    def __init__(self, thresholds: Mapping[str, float], checks_in_a_row: int) -> None:
+        self.thresholds = thresholds
+        self.checks_in_a_row = checks_in_a_row
+        self.loss = Loss()
+        # how often in a row a condition held at checks, and the step at which a tensor was last updated, by name
+        self._in_a_row: dict[tuple[str, str], int] = {}
+        self._last_update: dict[str, int] = {}
+        # by tensor, of the newest checks: at how many updates it was beyond its range, and of how many
+        self._beyond: dict[str, list[tuple[int, int]]] = {}
+        # by tensor, what was far beyond its range since the loss was lowest, before this interval and in it
+        self._bursts: dict[str, float] = {}
+        self._bursts_now: dict[str, float] = {}
+
+    def find(
+        self,
+        state: ScalingState,
+        measured: Measured,
+        products: dict[str, float],
+        layers: Iterable[Fp8Module],
+        steps: int,
+        has_lost: bool,
+    ) -> Found:
+        """The conditions that hold now.
+
+        Args:
+            state: of the model.
+            measured: of its tensors.
+            products: by layer, the signal-to-noise ratio of its product, in dB.
+            layers: all converted layers.
+            steps: how many the run has made.
+            has_lost: whether casts lost too much at the check before.
+        """
+        rises = {
+            name: value
+            for name, value in self.loss.check(over_processes).items()
+            if value > self.thresholds.get(name, math.inf)
+        }
+        found = self._of_tensors(state, measured, products, "spikes" in rises, steps)
+        of_data = any(where == state.names[0] for _, where in found)
+        if self.loss.has_risen and not (self._bursts or of_data or has_lost):
+            # a loss that rises for another reason makes all tensors grow but those that the data are
+            found = {key: value for key, value in found.items() if key[0] not in OF_THE_SCALE}
+        training = [layer for layer in layers if layer.training]
+        run = {gemm.module for layer in training for gemm in layer.fp8.values()}
+        trains = {gemm.module for layer in training for gemm, weight in layer.gemms() if weight.requires_grad}
+        found |= self._of_layers(state, measured, run, trains)
+        return found | self._of_loss(found, rises, has_lost)
+
+    def forget(self, changes: Callable[[str], bool]) -> None:
+        """Restart the counts of the places for which ``changes`` holds: their scaling has been changed."""
+        self._in_a_row = {key: times for key, times in self._in_a_row.items() if not changes(key[1])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on exactly."""
+        return {
+            "loss": self.loss.state_dict(),
+            "in_a_row": [(*key, times) for key, times in self._in_a_row.items()],
+            "last_update": dict(self._last_update),
+            "beyond": {name: list(counts) for name, counts in self._beyond.items()},
+            "bursts": dict(self._bursts),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.loss.load_state_dict(state_dict["loss"])
+        self._in_a_row = {(condition, where): times for condition, where, times in state_dict["in_a_row"]}
+        self._last_update = dict(state_dict["last_update"])
+        self._beyond = {name: [*map(tuple, counts)] for name, counts in state_dict["beyond"].items()}
+        self._bursts = dict(state_dict["bursts"])
+
+    def _of_tensors(
+        self, state: ScalingState, measured: Measured, products: dict[str, float], spikes: bool, steps: int
+    ) -> Found:
+        """What is wrong with tensors and products; ``spikes``: whether the loss spikes."""
+        limits, found = self.thresholds, Found()
+        m, in_fp8, names = measured, state.rows_in_fp8.tolist(), state.names
+        saturated, underflowed = m.saturated_fraction.tolist(), m.underflowed_fraction.tolist()
+        log2_scale, log2_amax = m.scale.log2().tolist(), m.amax.log2().tolist()
+        uses_history = state.recipe.scaling("input").reads_history
+
+        def lasting(condition: str, name: str, holds: bool, was_seen: bool, value: float) -> None:
+            if was_seen and condition in limits and self._count(condition, name, holds) >= self.checks_in_a_row:
+                found[condition, name] = value
+
+        def above(condition: str, value: float) -> bool:
+            return value > limits.get(condition, math.inf)
+
+        for row, name in enumerate(names):
+            if not in_fp8[row]:
+                continue
+            if m.updated[row]:
+                self._last_update[name] = steps
+            if m.nonfinite[row] >= limits.get("nonfinite", math.inf):
+                found["nonfinite", name] = float(m.nonfinite[row])
+            is_delayed = row < state.delayed
+            current = state.precisions[state.module_of(row)].is_current or not uses_history
+            age = steps - self._last_update.setdefault(name, 0)
+            # a layer that records a gradient has recorded its input too, which may be 0
+            is_recorded = bool(m.updated[len(state.module_names) + state.module_of(row)])
+            is_stale = bool(m.active[row]) and is_delayed and not (current or m.nonfinite[row] or is_recorded)
+            if is_stale and age >= limits.get("stale", math.inf):
+                found["stale", name] = float(age)
+            was_cast = bool(m.numbers[row])
+            is_many = int(m.saturated[row]) >= _MIN_LOST
+            lasting("saturated", name, above("saturated", saturated[row]) and is_many, was_cast, saturated[row])
+            is_many = int(m.underflowed[row]) >= _MIN_LOST
+            share = underflowed[row]
+            lasting("underflowed", name, above("underflowed", share) and is_many, was_cast, share)
+            sqnr = float(m.sqnr[row])
+            lasting("imprecise", name, sqnr < limits.get("imprecise", -math.inf), sqnr == sqnr, sqnr)
+            if not is_delayed or not m.updated[row]:
+                continue
+            extreme = max(abs(log2_scale[row]), abs(math.log2(float(m.overshoot[row]) or 1)))
+            lasting("limit", name, above("limit", extreme), not current or uses_history, log2_scale[row])
+            if row >= len(state.module_names) and ("limit", name) not in found:
+                lasting("tiny", name, log2_amax[row] < limits.get("tiny", -math.inf), True, log2_amax[row])
+            if current or ("limit", name) in found:
+                continue
+            counts = self._beyond.setdefault(name, [])
+            counts.append((int(m.beyond[row]), m.updates))
+            while len(counts) > self.checks_in_a_row and sum(of for _, of in counts[1:]) >= _MIN_UPDATES:
+                counts.pop(0)
+            times, of = map(sum, zip(*counts, strict=True))
+            kind = "window" if state.recipe.window < 4 or state.recipe.newest_only else "growing"
+            is_known = len(counts) >= self.checks_in_a_row and of >= _MIN_UPDATES
+            if is_known and above(kind, times / of):
+                found[kind, name] = times / of
+            overshoot = float(m.overshoot[row])
+            # where the loss rises, all tensors may be large because of that but those that the data are
+            is_effect = row > 0 and (spikes or self.loss.has_risen)
+            if above("bursts", overshoot) and not is_effect:
+                if row < len(state.module_names):
+                    self._bursts_now[name] = overshoot
+                # single steps, so not at checks in a row; the first one may be chance
+                if self._count("bursts", name, True) > 1:
+                    found["bursts", name] = overshoot
+            headroom = float(m.headroom[row])
+            lasting("margin", name, above("margin", headroom), headroom == headroom, headroom)
+        for path, ratio in products.items():
+            lasting("product", path, ratio < limits.get("product", -math.inf), True, ratio)
+        return found
+
+    def _of_layers(self, state: ScalingState, measured: Measured, run: set[int], trains: set[int]) -> Found:
+        """Layers that do not run, of those in training mode, and those that do not learn, of those with a weight to
+        train; all by their positions."""
+        found, count = Found(), len(state.module_names)
+        updated, nonfinite, active = measured.updated, measured.nonfinite, measured.active
+        if not measured.updates:
+            return found
+        for module, layer in enumerate(state.module_names):
+            if not state.precisions[module].in_fp8:
+                continue
+            owner = state.input_owners.get(module, module)
+            its, grad = bool(updated[owner]), bool(updated[count + module])
+            is_finite = not (nonfinite[owner] or nonfinite[count + module])
+            ran = its or grad or bool(active[module]) or not is_finite
+            dead_input = grad and not its
+            # with a gradient of its weight, the gradient of its output was lost, not zero
+            dead_grad = its and not grad and module in trains and not measured.with_gradient[module]
+            for condition, where, holds in (
+                ("unused", layer or "(root)", not ran and module in run),
+                ("dead", tensor_name(layer, "input"), dead_input and is_finite),
+                ("dead", tensor_name(layer, "grad_output"), dead_grad and is_finite),
+            ):
+                limit = self.thresholds.get(condition)
+                if limit is not None and (times := self._count(condition, where, holds)) >= limit:
+                    found[condition, where] = float(times)
+        return found
+
+    def _count(self, condition: str, where: str, holds: bool) -> int:
+        """At how many checks in a row, this one included, a condition holds."""
+        times = self._in_a_row[condition, where] = self._in_a_row.get((condition, where), 0) + 1 if holds else 0
+        return times
+
+    def _of_loss(self, found: Found, rises: dict[str, float], has_lost: bool) -> Found:
+        """What the loss does, where no cast explains it; where single casts of inputs may, these."""
+        # in an interval in which the loss diverges, inputs grow because of that
+        bursts = self._bursts if "diverges" in rises else {**self._bursts, **self._bursts_now}
+        self._bursts = {**({} if self.loss.is_lowest else self._bursts), **self._bursts_now}
+        self._bursts_now = {}
+        if rises and bursts:
+            return {("bursts", name): value for name, value in bursts.items()}
+        if has_lost or any(key[0] in OF_THE_CAST for key in found):
+            return Found()
+        return {(name, ""): value for name, value in rises.items()}
