@@ -1,6 +1,6 @@
 """Compare the estimate with what others have published, in ``published.jsonl``.
 
-    python -m benchmarks.published [--fit] [--out FILE]
+    python -m benchmarks.published [--fit] [--sizes] [--out FILE]
 
 Each row says where a number was published, of which model or layer, on which device, by which recipe and
 implementation. Two rules were written down before any constant was fitted.
@@ -14,7 +14,8 @@ three groups: those of linear layers alone; others with a row below 1.05; the re
 the SHA-256 of their name; the first is held out, the next is for the fit, and so on in turns. If more rows would be for
 the fit than are held out, the two sides change places.
 
-``--fit`` fits the constants of the estimate to the side for the fit, each source weighted by the root of its cases, and prints them.
+``--fit`` fits the constants of the estimate to that side, each source weighted by the root of its cases, and prints
+them.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from benchmarks.harness import append
 from lightning_fp8.estimation.costs import Constants, Implementation, Pricing
 from lightning_fp8.estimation.counting import Step, count
 from lightning_fp8.estimation.devices import GPUS
-from lightning_fp8.estimation.estimate import PAYS, size_of_products, spread
+from lightning_fp8.estimation.estimate import PAYS, Estimator, size_of_products, spread
 from lightning_fp8.ops.formats import PRODUCTS
-from lightning_fp8.tools.tables import aligned
+from lightning_fp8.tools.tables import aligned, markdown_table
 
 ROWS = Path(__file__).with_name("published.jsonl")
 DEVICES = {"h100-sxm": "h100"}
@@ -65,6 +66,8 @@ IMPLEMENTATIONS = {
     ("own:llmq", "tensorwise-current"): Implementation(6, 6, True, 0, 5),
 }
 _GROUPS = ("linear layers", "models, some without a gain", "models that gain")
+# layers, width, and sequences of 2,048 tokens
+SIZES = ((4, 256, 16), (12, 768, 16), (24, 1024, 16), (24, 2048, 8), (32, 4096, 4))
 # those that are fitted, with a range to search
 _FITTED = {
     "bf16": (0.5, 0.85),
@@ -88,23 +91,19 @@ class Case:
 
     @property
     def published(self) -> float:
+        """The speed-up that the source gives."""
         return float(self.row["speedup"])
 
-    @property
-    def size(self) -> float:
-        """See ``size_of_products``."""
-        return size_of_products(*_step(self.row))
-
-    def estimated(self, constants: Constants) -> float:
-        """The speed-up by these constants."""
+    def estimated(self, constants: Constants) -> tuple[float, float, float]:
+        """The speed-up by these constants, and its range."""
         row, gpus = self.row, self.row.get("gpus") or 1
         strategy = row.get("strategy") or "single"
         is_compiled = bool(row.get("compiled")) or row["implementation"] == "own:llmq"
         pricing = Pricing(GPUS[_device(row)], is_compiled, gpus, strategy.startswith("fsdp"), constants)
         step, in_fp8 = _step(row)
-        bf16 = pricing.step(step)
         fp8 = pricing.step(step, in_fp8, _implementation(row), bool(row.get("fp8_all_gather")))
-        return bf16.total / fp8.total
+        speedup = pricing.step(step).total / fp8.total
+        return speedup, *spread(speedup, size_of_products(step, in_fp8))
 
 
 def cases() -> list[Case]:
@@ -116,7 +115,7 @@ def cases() -> list[Case]:
 
 def is_compared(row: dict[str, Any]) -> bool:
     """The first rule."""
-    whole = row["what"] in ("step", "forward+backward") or row["kind"] == "model" and row["what"] == "gemm+casts"
+    whole = row["what"] in ("step", "forward+backward") or (row["kind"] == "model" and row["what"] == "gemm+casts")
     strategy = row.get("strategy") or "single"
     parallel = strategy.startswith(("single", "ddp", "fsdp", "zero1")) and not any(x in strategy for x in ("tp", "cp2"))
     known = _device(row) in GPUS and _implementation(row) is not None
@@ -257,7 +256,7 @@ def error_of(of: Iterable[Case], constants: Constants) -> float:
     """What the fit makes small: each source's mean error of the logarithm, weighted by the root of its cases."""
     errors = defaultdict(list)
     for case in of:
-        errors[case.row["source"]].append(abs(log(case.estimated(constants) / case.published)))
+        errors[case.row["source"]].append(abs(log(case.estimated(constants)[0] / case.published)))
     weights = [len(of_source) ** 0.5 for of_source in errors.values()]
     return statistics.fmean(map(statistics.mean, errors.values()), weights)
 
@@ -285,34 +284,55 @@ def fit(of: Sequence[Case], constants: Constants) -> Constants:
 
 def report(of: Sequence[Case], constants: Constants, constant: float) -> str:
     """One side as a table, with what its estimates are worth beside a constant."""
-    lines = [("source", "case", "published", "estimate", "range", "error")]
-    inside, right, widths, errors, constant_errors = 0, 0, [], [], []
+    lines: list[tuple[str, ...]] = [("source", "case", "published", "estimate", "range", "error")]
+    inside: dict[str, list[bool]] = defaultdict(list)
+    right, widths, errors, constant_errors = 0, list[float](), list[float](), list[float]()
     for case in of:
-        estimated, published = case.estimated(constants), case.published
-        low, high = spread(estimated, case.size)
-        inside += low <= published <= high
+        (estimated, low, high), published = case.estimated(constants), case.published
+        inside[case.row["source"]].append(low <= published <= high)
         right += (estimated >= PAYS) == (published >= PAYS)
         widths.append((high - low) / estimated)
         errors.append(abs(estimated / published - 1))
         constant_errors.append(abs(constant / published - 1))
         numbers = (f"{published:.2f}", f"{estimated:.2f}", f"{low:.2f} to {high:.2f}")
         lines.append((case.row["source"], case.row["id"], *numbers, f"{estimated / published - 1:+.0%}"))
-    return "\n".join(
-        [
-            *map("  ".join, aligned(lines, words=2)),
-            f"{len(of)} cases of {len({case.row['source'] for case in of})} sources: {inside / len(of):.0%} in the range,"
-            f" whose median width is {statistics.median(widths):.0%}; whether FP8 pays is right in {right / len(of):.0%};"
-            f" median error {statistics.median(errors):.1%}, of the constant {constant:.2f}"
-            f" {statistics.median(constant_errors):.1%}",
-        ]
+    by_source = statistics.mean(map(statistics.mean, inside.values()))
+    by_case = statistics.mean(is_inside for of_source in inside.values() for is_inside in of_source)
+    summary = (
+        f"{len(of)} cases of {len(inside)} sources: {by_case:.0%} are in the range, {by_source:.0%} if each source"
+        f" counts once; the range's median width is {statistics.median(widths):.0%}; whether FP8 pays is right in"
+        f" {right / len(of):.0%}; the median error is {statistics.median(errors):.1%}, that of the constant"
+        f" {constant:.2f} {statistics.median(constant_errors):.1%}"
     )
+    return "\n".join([*map("  ".join, aligned(lines, words=2)), summary])
+
+
+def sizes() -> str:
+    """What is estimated for Llama-like models of several sizes, on each device, compiled: a Markdown table."""
+    lines = [["parameters", "layers x width", *(gpu.title for gpu in GPUS.values() if gpu.fp8)]]
+    for layers, hidden, batch in SIZES:
+        shapes = {"layers": layers, "hidden": hidden, "intermediate": hidden * 8 // 3 // 64 * 64, "vocab": 32768}
+        heads = {"heads": hidden // 64, "kv_heads": hidden // 64}
+        with torch.device("meta"):
+            model = _Transformer(**shapes, **heads, kind="causal", gated=True, recompute=False)
+            estimator = Estimator(model, torch.zeros(batch, 2048, dtype=torch.long), ignore_modules=["head"])
+        found = [estimator.estimate(name, compiled=True) for name, gpu in GPUS.items() if gpu.fp8]
+        number = sum(parameter.numel() for parameter in model.parameters())
+        cells = [f"{one.speedup:.2f} ({one.low:.2f} to {one.high:.2f})" for one in found]
+        lines.append([f"{number / 1e9:.2g} billion", f"{layers} x {hidden}", *cells])
+    return markdown_table([list(line) for line in zip(*lines)])
 
 
 def main() -> None:
+    """Print both sides, after a fit if it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the constants, and print them")
+    parser.add_argument("--sizes", action="store_true", help="a table of sizes and devices instead")
     parser.add_argument("--out", type=Path, help="append a row for each case")
     options = parser.parse_args()
+    if options.sizes:
+        print(sizes())
+        return
     of_both, constants = cases(), Constants()
     sides = {held_out: [case for case in of_both if case.held_out is held_out] for held_out in (False, True)}
     if options.fit:
@@ -324,7 +344,7 @@ def main() -> None:
         print(f"\n{title}\n{report(sides[held_out], constants, constant)}")
     if options.out:
         rows = [
-            {"id": case.row["id"], "published": case.published, "estimate": case.estimated(constants)}
+            {"id": case.row["id"], "published": case.published, "estimate": case.estimated(constants)[0]}
             for case in of_both
         ]
         append(rows, options.out)

@@ -20,6 +20,7 @@ from lightning_fp8.callbacks import (
 from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
 from lightning_fp8.conversion.linear_layers import register_linear
 from lightning_fp8.dtypes.audit import audit
+from lightning_fp8.estimation.estimate import estimate
 from lightning_fp8.modules.feed_forward import feed_forward
 from lightning_fp8.modules.weights_unchanged import weights_unchanged
 from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy, registration
@@ -52,6 +53,7 @@ __all__ = [
     "audit",
     "convert",
     "describe",
+    "estimate",
     "export",
     "fall_back",
     "feed_forward",

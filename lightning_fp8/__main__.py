@@ -14,6 +14,7 @@ _COMMANDS = {
     "test": "evaluate a model on its test data",
     "predict": "predict with a model",
     "compare": "train a configuration under several precisions, and recommend one",
+    "estimate": "whether FP8 pays for a model, on a GPU that need not be here",
     "doctor": "what runs in FP8 on this machine, and what to install",
     "report": "one HTML page about runs, from their logs",
 }
@@ -44,6 +45,12 @@ def run() -> None:
         from lightning_fp8.tools.compare.command import main as compare
 
         compare(arguments)
+    elif command == "estimate":
+        if not {"-h", "--help"} & {*arguments}:
+            _check_needed()
+        from lightning_fp8.tools.estimate import main as estimate
+
+        estimate(arguments)
     # options may come before the command
     elif command in _LIGHTNINGS or command.startswith("-"):
         _check_needed()
@@ -70,7 +77,7 @@ def _help() -> str:
             *(f"  {name.ljust(width)}  {line}" for name, line in _COMMANDS.items()),
             f"\n`{program()} COMMAND --help` lists the options of a command,",
             "and --version prints the version.",
-            "fit, validate, test, predict and compare read a configuration: -c FILE.",
+            "fit, validate, test, predict, compare and estimate read a configuration: -c FILE.",
         )
     )
 

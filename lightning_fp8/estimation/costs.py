@@ -194,10 +194,10 @@ class Pricing:
             if isinstance(operator, MatrixProduct) and operator.weight in in_fp8:
                 if operator.product == "wgrad":
                     # M is the layer's outputs, K the rows of the gradient
-                    moved += implementation.activation * times * operator.m * operator.k
+                    moved += implementation.activation * times * operator.batch * operator.m * operator.k
                 if operator.product == "fprop":
                     layers += times
-                    weights[operator.weight] = operator.n * operator.k
+                    weights[operator.weight] = operator.batch * operator.n * operator.k
         moved += implementation.weight * sum(weights.values())
         kernels = implementation.kernels * layers
         return self._moves(moved) + self.constants.kernel * kernels, kernels, implementation.host * layers

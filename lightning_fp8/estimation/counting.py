@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -26,7 +25,6 @@ aten = torch.ops.aten
 _MATRIX_PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
 _NO_KERNEL = {aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten.empty, aten.empty_like}
 _NO_KERNEL |= {aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.set_}
-_PATH_OF_ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,7 @@ class MatrixProduct:
 
     @property
     def flops(self) -> float:
+        """Multiplications and additions."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
@@ -133,7 +132,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.last = str(function)
-        result = function(*args, **(kwargs or {}))
+        taken = args
+        if function._overloadpacket is aten._grouped_mm:
+            # autocast does so on a GPU only, and the operator takes nothing else
+            taken = tuple(value.bfloat16() if _is_float(value) else value for value in args)
+        result = function(*taken, **(kwargs or {}))
         self._record(function, args, kwargs or {}, result)
         return result
 
@@ -158,6 +161,8 @@ class _Recorder(TorchDispatchMode):
         operator: Operator
         if packet in _MATRIX_PRODUCTS:
             operator = self._product(*args[_MATRIX_PRODUCTS[packet] :][:2])
+        elif packet is aten._grouped_mm:
+            operator = self._grouped_product(args[0], args[1], result)
         elif "attention" in function.__name__:
             query, key = args[1:3] if "backward" in function.__name__ else args[:2]
             operator = _attention(query, key, "backward" in function.__name__)
@@ -172,6 +177,16 @@ class _Recorder(TorchDispatchMode):
     def _original(self, tensor: torch.Tensor) -> int:
         key = self._key(tensor)
         return self._copies[key][0] if key in self._copies else key
+
+    def _grouped_product(self, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> MatrixProduct:
+        """Products of groups of rows, as many for each expert."""
+        experts = next(tensor.shape[0] for tensor in (left, right, result) if tensor.dim() == 3)
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        if right.dim() == 3:
+            m //= experts
+        else:
+            k //= experts
+        return replace(self._product(left, right), m=m, k=k, n=n, batch=experts)
 
     def _product(self, left: torch.Tensor, right: torch.Tensor) -> MatrixProduct:
         m, k, n, batch = *left.shape[-2:], right.shape[-1], prod(left.shape[:-2])
@@ -249,9 +264,9 @@ class _Training(nn.Module):
         self.recorder = recorder
 
     def forward(self, batch: Any) -> None:
-        with self.recorder, torch.autocast("cpu", torch.bfloat16):
-            with torch.autograd.graph.saved_tensors_hooks(self.recorder.keep, lambda tensor: tensor):
-                loss = self._loss_of(batch)
+        keeping = torch.autograd.graph.saved_tensors_hooks(self.recorder.keep, lambda tensor: tensor)
+        with self.recorder, torch.autocast("cpu", torch.bfloat16), keeping:
+            loss = self._loss_of(batch)
         self.recorder.in_backward = True
         with self.recorder:
             loss.backward()
@@ -272,7 +287,7 @@ def _loss(output: Any) -> torch.Tensor:
     """The loss of what a model returns; the sum of all that can be differentiated where there is none."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return output["loss"]
-    leaves = [leaf for leaf in tree_leaves(dict(output) if isinstance(output, Mapping) else output)]
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not found:
         raise ValueError("nothing that the model returns depends on a trained parameter")
@@ -325,6 +340,10 @@ def _fake(value: Any) -> Any:
     return nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 @contextmanager
 def _attention_as_one(recorder: _Recorder) -> Iterator[None]:
     """Count attention as one operator; on a CPU some forms of it fall apart into products and a softmax."""
@@ -340,5 +359,9 @@ def _attention_as_one(recorder: _Recorder) -> Iterator[None]:
     ) -> torch.Tensor:
         return _Attention.apply(recorder, is_causal, query, key, value)
 
-    with patch(_PATH_OF_ATTENTION, attention):
+    original = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
         yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original

@@ -1,8 +1,13 @@
-"""Argument types shared by the command lines of the tools."""
+"""Arguments shared by the command lines of the tools, and what a configuration says."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 
 def positive(text: str) -> int:
@@ -14,3 +19,47 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
+
+
+def fit_arguments(
+    paths: Sequence[Path], configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]
+) -> tuple[list[str], str | None]:
+    """The command line of `fit`, in the order that it needs, and the accelerator that it names."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--model", "--data", "--trainer.accelerator"):
+        parser.add_argument(name)
+    named, others = parser.parse_known_args(arguments)
+    # a class comes before a configuration without one, whose arguments are its; another class would override it there
+    before: list[str] = []
+    after = others
+    for part in ("model", "data"):
+        if kind := getattr(named, part):
+            into = after if _names_class(configs, part) else before
+            into.insert(0, f"--{part}={kind}")
+    accelerator = getattr(named, "trainer.accelerator")
+    after += [f"--trainer.accelerator={accelerator}"] if accelerator else []
+    return ["fit", *before, *(f"--config={path}" for path in paths), *after], accelerator
+
+
+def how_to_adapt(configs: Sequence[Mapping[str, Any]]) -> str:
+    """What to add to the command line for configurations that name no class; empty if they do."""
+    return "".join(
+        f"`{part}` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it:"
+        f" --{part} my_module.MyClass, from a module in the current folder or an installed one.\n"
+        for part in ("model", "data")
+        if any(config.get(part) for config in configs) and not _names_class(configs, part)
+    )
+
+
+def _names_class(configs: Sequence[Mapping[str, Any]], part: str) -> bool:
+    values = [config[part] for config in configs if config.get(part)]
+    return any(not isinstance(value, dict) or "class_path" in value for value in values)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A configuration, unchecked; empty if it cannot be read, in which case `fit` says what is wrong."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -23,14 +23,13 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from lightning_fp8.runtime.cpu import emulates_bf16
 from lightning_fp8.runtime.environment import environment
 from lightning_fp8.runtime.program import program
 from lightning_fp8.runtime.run_files import RUN_FILE
 from lightning_fp8.tools import worker
-from lightning_fp8.tools.arguments import positive
+from lightning_fp8.tools.arguments import fit_arguments, how_to_adapt, positive, read
 from lightning_fp8.tools.compare.advice import advise, in_short
 from lightning_fp8.tools.compare.variants import (
     BASELINE,
@@ -129,8 +128,8 @@ def compare(
     for path in paths:
         if not path.is_file():
             raise UsageError(f"--config: there is no file {path}")
-    configs = [_read(path) for path in paths]
-    fit, accelerator = _fit_arguments(paths, configs, arguments)
+    configs = [read(path) for path in paths]
+    fit, accelerator = fit_arguments(paths, configs, arguments)
     on_gpu = _on_gpu(configs, accelerator)
     steps = steps or (STEPS_ON_GPU if on_gpu else STEPS_ON_CPU)
     if not 1 <= warmup < steps:
@@ -169,7 +168,7 @@ def compare(
         try:
             result = run(variant, folder / variant, steps, warmup, fit)
         except UsageError as error:
-            raise UsageError(f"the configuration is refused: {error}\n{_how_to_adapt(configs)}".rstrip()) from None
+            raise UsageError(f"the configuration is refused: {error}\n{how_to_adapt(configs)}".rstrip()) from None
         rows.append({"variant": variant, **result, "wall_s": time.perf_counter() - start, **about})
         print(f"{variant}  {'failed' if 'error' in result else 'done'} in {rows[-1]['wall_s']:.0f} s", flush=True)
     summaries = ({key: value for key, value in row.items() if key != "losses"} for row in rows)
@@ -236,49 +235,6 @@ def _showing_steps(log: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _fit_arguments(
-    paths: Sequence[Path], configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]
-) -> tuple[list[str], str | None]:
-    """The command line of `fit`, in the order that it needs, and the accelerator that it names."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--model", "--data", "--trainer.accelerator"):
-        parser.add_argument(name)
-    named, others = parser.parse_known_args(arguments)
-    # a class comes before a configuration without one, whose arguments are its; another class would override it there
-    before: list[str] = []
-    after = others
-    for part in ("model", "data"):
-        if kind := getattr(named, part):
-            into = after if _names_class(configs, part) else before
-            into.insert(0, f"--{part}={kind}")
-    accelerator = getattr(named, "trainer.accelerator")
-    after += [f"--trainer.accelerator={accelerator}"] if accelerator else []
-    return ["fit", *before, *(f"--config={path}" for path in paths), *after], accelerator
-
-
-def _how_to_adapt(configs: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(
-        f"`{part}` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it:"
-        f" --{part} my_module.MyClass, from a module in the current folder or an installed one.\n"
-        for part in ("model", "data")
-        if any(config.get(part) for config in configs) and not _names_class(configs, part)
-    )
-
-
-def _names_class(configs: Sequence[Mapping[str, Any]], part: str) -> bool:
-    values = [config[part] for config in configs if config.get(part)]
-    return any(not isinstance(value, dict) or "class_path" in value for value in values)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A configuration, unchecked; empty if it cannot be read, in which case `fit` says what is wrong."""
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _on_gpu(configs: Sequence[Mapping[str, Any]], accelerator: str | None) -> bool:
