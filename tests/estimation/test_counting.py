@@ -180,7 +180,8 @@ def test_nothing_is_changed() -> None:
     count(model, batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.get_rng_state(), random) and nn.functional.scaled_dot_product_attention is attention
+    assert torch.equal(torch.get_rng_state(), random)
+    assert nn.functional.scaled_dot_product_attention is attention
 
 
 def test_multihead_attention_and_grouped_experts() -> None:
