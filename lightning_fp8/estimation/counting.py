@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,13 +12,14 @@ from math import prod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from lightning_fp8.estimation.values import CopiedInDepth, FollowedValues
 from lightning_fp8.ops.formats import Product
 
 aten = torch.ops.aten
@@ -306,21 +308,29 @@ def count(model: nn.Module, batch: Any) -> Step:
     Raises:
         RuntimeError: for a model that does not run without values; it names the operator at which it stopped.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        values = FollowedValues(mode)
+
+        def fake(value: Any) -> Any:
+            made = _fake(value)
+            if isinstance(value, torch.Tensor):
+                values.follow(made, value)
+            return made
+
         tensors = {f"model.{name}": _fake(tensor) for name, tensor in model.named_parameters()}
         recorder = _Recorder({name.partition(".")[2]: tensor for name, tensor in tensors.items()})
-        buffers = {f"model.{name}": _fake(tensor) for name, tensor in model.named_buffers()}
-        with _attention_as_one(recorder):
+        buffers = {f"model.{name}": fake(tensor) for name, tensor in model.named_buffers()}
+        training, batch = _Training(model, recorder), tree_map(fake, batch)
+        with _attention_as_one(recorder), _with_trainer(model), values, CopiedInDepth():
             try:
-                training = _Training(model, recorder)
-                torch.func.functional_call(training, {**tensors, **buffers}, (tree_map(_fake, batch),))
+                torch.func.functional_call(training, {**tensors, **buffers}, (batch,))
             except Exception as error:
                 raise RuntimeError(
                     f"{type(model).__name__} does not run on tensors without values, which the estimate counts: it"
-                    f" stopped after {recorder.last} with {type(error).__name__}: {error}\nPass a model and a batch for"
-                    " which nothing depends on values (without a mask, with fixed routing, with `.item()` left out), or"
-                    " a module that has only the part that repeats."
+                    f" stopped after {recorder.last} with {type(error).__name__}: {error}\nWhat it reads from integers"
+                    " of the batch, such as lengths and masks, is known if the batch has values and is not on the meta"
+                    " device. Else leave out what depends on values, or pass the part of the model that repeats."
                 ) from error
     of_model = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     trained = [tensor for tensor in of_model.values() if tensor.requires_grad]
@@ -331,6 +341,36 @@ def count(model: nn.Module, batch: Any) -> Step:
         sum(tensor.numel() for tensor in trained),
         sum(tensor.numel() * tensor.element_size() for tensor in trained),
     )
+
+
+@contextmanager
+def _with_trainer(model: nn.Module) -> Iterator[None]:
+    """Give a ``LightningModule`` what its training step asks for: a Trainer, and somewhere to log to."""
+    if not isinstance(model, LightningModule):
+        yield
+        return
+    trainer, own = model._trainer, vars(model).keys() & {"log", "log_dict"}
+    if trainer is None:
+        with quietly():
+            model.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    for name in {"log", "log_dict"} - own:
+        vars(model)[name] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for name in {"log", "log_dict"} - own:
+            del vars(model)[name]
+        model._trainer = trainer
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without what Lightning says of seeds and devices: nothing will run."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _fake(value: Any) -> Any:

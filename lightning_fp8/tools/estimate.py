@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_fp8.cli import Fp8CLI
+from lightning_fp8.estimation.counting import quietly
 from lightning_fp8.estimation.devices import GPUS, gpu_named
 from lightning_fp8.estimation.estimate import STRATEGIES, Estimate, Estimator
 from lightning_fp8.plugins.fp8 import Fp8Precision
@@ -76,18 +75,6 @@ def _without_memory(kind: type, *args: Any, **kwargs: Any) -> Any:
         return kind(*args, **kwargs)
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what Lightning says of seeds, devices and the command line: nothing will run."""
-    logging.disable(logging.INFO)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Print an estimate, or without ``--gpu`` a table of all devices; exits with 2 for what is refused."""
     parser = _parser()
@@ -99,7 +86,8 @@ def main(arguments: Sequence[str]) -> None:
         names = [options.gpu] if options.gpu else list(GPUS)
         gpu_named(names[0])
         fit, _ = fit_arguments(options.config, [read(path) for path in options.config], others)
-        with _quietly():
+        with quietly(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*LightningCLI's args parameter")
             configuration = _Configuration(seed_everything_default=0, args=fit)
         found, settings = configuration.precision()
         recipe = options.recipe or found or "fp8-delayed"

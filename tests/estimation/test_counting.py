@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import lightning.pytorch as pl
@@ -165,11 +166,15 @@ def test_a_lightning_module_is_counted_by_its_training_step() -> None:
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
             x, y = batch
             loss = nn.functional.mse_loss(self.layer(x), y)
-            self.log("loss", loss)
+            self.log("loss", loss * self.trainer.accumulate_grad_batches)
             return {"loss": loss}
 
-    step = count(Module(), (torch.zeros(4, 8), torch.zeros(4, 8)))
+    module = Module()
+    step = count(module, (torch.zeros(4, 8), torch.zeros(4, 8)))
     assert products(step).keys() == {("layer.weight", "fprop"), ("layer.weight", "wgrad")}
+    with pytest.raises(RuntimeError, match="not attached to a `Trainer`"):
+        _ = module.trainer
+    assert module.log == Module.log.__get__(module)
 
 
 def test_nothing_is_changed() -> None:
@@ -210,5 +215,26 @@ def test_a_model_that_needs_values_is_refused_by_the_operator() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x[x.sum(-1).nonzero().flatten()])
 
-    with pytest.raises(RuntimeError, match=r"Routed does not run on tensors without values.*aten\.nonzero"):
+    with pytest.raises(RuntimeError, match=r"(?s)Routed does not run on tensors without values.*aten\.nonzero"):
         count(Routed(), torch.zeros(4, 8))
+
+
+def test_integers_of_the_batch_are_followed() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+            x = x[:, : int(copy.deepcopy(lengths).max())]
+            x = x if mask.all() else x[mask.any(1).nonzero().flatten()]
+            return self.layer(x)
+
+    lengths, mask = torch.tensor([2, 5, 3]), torch.tensor([[True, False], [False, False], [True, True]])
+    step = count(Packed(), {"x": torch.zeros(3, 7, 8), "lengths": lengths, "mask": mask})
+    # two rows of the mask have anything, and the longest of all has five
+    assert products(step)["layer.weight", "fprop"] == (10, 8, 8, 1)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)stopped after aten\._local_scalar_dense.*known if the batch has values"
+    ):
+        count(Packed(), {"x": torch.zeros(3, 7, 8), "lengths": lengths.to("meta"), "mask": mask})

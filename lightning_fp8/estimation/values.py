@@ -1,0 +1,90 @@
+"""What models do with tensors beside computing: they read lengths and masks, and copy tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+# larger ones take time and memory, and are not what decides
+_MOST_ELEMENTS = 2**20
+
+
+class FollowedValues(TorchDispatchMode):
+    """Computes each operator of integers and booleans for real too, so that a model can read the results.
+
+    Args:
+        mode: the mode that makes the fake tensors.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._real: Any = WeakIdKeyDictionary()
+
+    def follow(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """``fake`` stands for ``real``, unless that has no values, is large or has fractions."""
+        if not real.is_meta and not real.is_floating_point() and real.numel() <= _MOST_ELEMENTS:
+            with unset_fake_temporarily():
+                self._real[fake] = real.detach().cpu().clone()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = function(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not self._knows(args, kwargs):
+                raise
+            return tree_map(self._as_fake, self._run(function, args, kwargs))
+        of_result = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if "empty" in function.__name__ or torch.Tag.nondeterministic_seeded in function.tags:
+            return result
+        if of_result and all(map(_is_followed, of_result)) and self._knows(args, kwargs):
+            with_values = tree_leaves(self._run(function, args, kwargs))
+            for fake, real in zip(tree_leaves(result), with_values):
+                if isinstance(real, torch.Tensor):
+                    self._real[fake] = real
+        return result
+
+    def _knows(self, *arguments: Any) -> bool:
+        tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        return all(tensor in self._real or not isinstance(tensor, FakeTensor) for tensor in tensors)
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda leaf: self._real[leaf] if isinstance(leaf, FakeTensor) else leaf, (args, kwargs))
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    def _as_fake(self, real: Any) -> Any:
+        if not isinstance(real, torch.Tensor):
+            return real
+        fake = self._mode.from_tensor(real)
+        self._real[fake] = real
+        return fake
+
+
+class CopiedInDepth(TorchFunctionMode):
+    """Copies fake tensors in ``copy.deepcopy``, which would ask for their memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.Tensor.__deepcopy__:
+            return function(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+def _is_followed(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS
