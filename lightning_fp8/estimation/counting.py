@@ -115,6 +115,10 @@ class Step:
         return sum(self.sizes.values())
 
 
+class NothingToTrainError(ValueError):
+    """A model returns nothing that can be differentiated."""
+
+
 class _Recorder(TorchDispatchMode):
     """Writes down each operator. What a tensor is, its storage tells, which views share; storages seen stay alive."""
 
@@ -292,7 +296,7 @@ def _loss(output: Any) -> torch.Tensor:
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not found:
-        raise ValueError("nothing that the model returns depends on a trained parameter")
+        raise NothingToTrainError("Nothing that the model returns depends on a trained parameter: it needs a loss.")
     return found[0] if found[0].dim() == 0 else sum((leaf.sum() for leaf in found[1:]), found[0].sum())
 
 
@@ -307,6 +311,7 @@ def count(model: nn.Module, batch: Any) -> Step:
 
     Raises:
         RuntimeError: for a model that does not run without values; it names the operator at which it stopped.
+        NothingToTrainError: for a model that returns no loss.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -325,6 +330,8 @@ def count(model: nn.Module, batch: Any) -> Step:
         with _attention_as_one(recorder), _with_trainer(model), values, CopiedInDepth():
             try:
                 torch.func.functional_call(training, {**tensors, **buffers}, (batch,))
+            except NothingToTrainError:
+                raise
             except Exception as error:
                 raise RuntimeError(
                     f"{type(model).__name__} does not run on tensors without values, which the estimate counts: it"

@@ -219,6 +219,11 @@ def test_a_model_that_needs_values_is_refused_by_the_operator() -> None:
         count(Routed(), torch.zeros(4, 8))
 
 
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="Nothing that the model returns depends on a trained parameter"):
+        count(nn.Linear(8, 8).requires_grad_(False), torch.zeros(2, 8))
+
+
 def test_integers_of_the_batch_are_followed() -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:
