@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_f
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Gemm
     from lightning_fp8.scaling.state import ScalingState
+    from lightning_fp8.scalings.recipe import Recipe
 
 
 class Fp8Model:
@@ -145,8 +145,8 @@ class Fp8Model:
             known to have a history: False if ``index`` is None.
         """
         if record:
-            if not self.has_recorded and self.state.recipe.reduce_amax:
-                _refuse_join()
+            if not self.has_recorded:
+                _refuse_join(self.state.recipe)
             self.has_recorded = True
         row = None if index is None else self._row_at.get(index.data_ptr())
         has_history = row is not None and self._known.item(row)
@@ -179,8 +179,8 @@ class Fp8Model:
 
     def on_update(self) -> None:
         """The scales have been updated, which is done once per optimizer step; one by hand is made next."""
-        if self.state.config.recipe.from_history and not self.every_history_is_known:
-            self._answer.copy_(self.state.amax_history[0] > 0, non_blocking=True)
+        if not self.every_history_is_known:
+            self.state.recipe.note_histories(self._answer, self.state.amax_history[0])
         count_step()
         self.changes += 1
         self.has_recorded = False
@@ -206,10 +206,11 @@ class Fp8Model:
         self.has_recorded = bool((self.state.amax[: self.state.delayed] != 0).any())
 
 
-def _refuse_join() -> None:
+def _refuse_join(recipe: Recipe) -> None:
     """RuntimeError inside ``ddp.join()``: a process without inputs would miss the reductions that others wait for."""
+    _, processes = recipe.processes()
     ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    if ddp is not None and ddp._join_config.enable and dist.get_world_size() > 1:
+    if ddp is not None and ddp._join_config.enable and processes > 1:
         raise RuntimeError(
             "Join: a model with FP8 layers cannot train with uneven inputs, because each update reduces amaxes over all"
             " processes. Give all processes as many batches (`drop_last=True`), or use a recipe that reduces nothing:"

@@ -180,6 +180,11 @@ class _TensorScaling(Recipe):
         """See :class:`Recipe`."""
         return 2.0**self.margin
 
+    def check_gather(self) -> None:
+        """See :class:`Recipe`."""
+        if not self.reduce_amax:
+            raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
+
 
 @knows_its_fields
 @dataclass(frozen=True, repr=False)
@@ -237,6 +242,11 @@ class DelayedScaling(_TensorScaling):
     def newest_only(self) -> bool:
         """See :class:`Recipe`."""
         return self.amax_compute_algo == "most_recent"
+
+    @property
+    def precisions(self) -> dict[str, bool]:
+        """See :class:`Recipe`."""
+        return {**super().precisions, CurrentScaling.precision: True}
 
 
 @knows_its_fields
