@@ -161,7 +161,8 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         dx, dw, db = differentiable_backward(in_rows(dy), ctx.weight, *arguments)
     else:
-        dx, dw, db = linear_backward(in_rows(dy), *arguments)
+        run = linear_backward.watched if is_watched(dy) else run_backward
+        dx, dw, db = run(in_rows(dy), *arguments)
     return (
         (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
         dw if needs_weight else None,

@@ -92,7 +92,6 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
             weight_cast.drop()
         check_whole(gemm, parameter)
         return Fp8Weight(gemm.n_by_k(weight), None)
-    check_kind(gemm, parameter)
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = backward_may_follow()
@@ -105,6 +104,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
         and (parameter.requires_grad or not _must_count(gemm, phase))
     ):
         return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, kept, True)
+    check_kind(gemm, parameter)
     check_same_device(gemm, parameter)
     if weight_cast.fp8_only or isinstance(parameter, Fp8Parameter):
         if is_held(parameter):
@@ -214,7 +214,7 @@ def cast_input(
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
     values = x.detach() if x.dim() == 2 else in_rows(x.detach())
-    want = Want(rows, keep, dtype=dtype)
+    want = Want(rows, keep, False, dtype)
     if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
         return casts.cast(values, slot, want, watched)
     circumstances = phase, gemm.model.changes, dtype
@@ -272,17 +272,18 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
             f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."
         )
+    kept = gemm.bias_cast.get(bias) if keep else None
+    if kept is not None and kept.dtype == dtype:
+        return kept
     check_kind(gemm, bias, "bias")
     if bias.dtype == dtype or dtype == torch.float32:
         return bias.detach()
     if not keep:
         return bias.detach().to(dtype)
-    bias_cast = gemm.bias_cast.get(bias)
-    if bias_cast is None or bias_cast.dtype != dtype:
-        with normal_tensors():
-            bias_cast = bias.detach().to(dtype)
-        gemm.bias_cast.put(bias, bias_cast)
-    return bias_cast
+    with normal_tensors():
+        made = bias.detach().to(dtype)
+    gemm.bias_cast.put(bias, made)
+    return made
 
 
 def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:

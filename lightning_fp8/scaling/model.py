@@ -16,6 +16,7 @@ from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.operand import take_handle
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
+from lightning_fp8.scalings.operand import Opened
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Gemm
@@ -75,6 +76,8 @@ class Fp8Model:
     def on_move(self) -> None:
         """The state has been moved to its device."""
         self._of_groups.clear()
+        # of casts in training whose history is known
+        self._trained = Opened(self.state.amax, self.state, True)
         self.counts.to(self.state.device)
         # by address, which the host knows
         self._row_at = {index.data_ptr(): row for row, index in enumerate(self.state.indices[: self.state.delayed])}
@@ -137,22 +140,19 @@ class Fp8Model:
             self._row_at[index.data_ptr()] = row
         return index
 
-    def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Called before each cast of an input or gradient.
-
-        Returns:
-            The ``amax`` to record in, None if the cast is not to be recorded; and whether the tensor at ``index`` is
-            known to have a history: False if ``index`` is None.
-        """
-        if record:
-            if not self.has_recorded:
-                _refuse_join(self.state.recipe)
+    def open_cast(self, record: bool, index: Tensor | None) -> Opened:
+        """Called before each cast of an input or gradient: whether it is recorded, and which history it reads."""
+        state = self.state
+        if record and not self.has_recorded:
+            _refuse_join(state.recipe)
             self.has_recorded = True
         row = None if index is None else self._row_at.get(index.data_ptr())
-        has_history = row is not None and self._known.item(row)
-        if has_history and index is not None and row is not None and index.numel() > 1:
-            has_history = bool(self._known[row : row + index.numel()].all())
-        return self.state.amax if record else None, has_history
+        is_known = row is not None and self._known.item(row)
+        if is_known and index is not None and row is not None and index.numel() > 1:
+            is_known = bool(self._known[row : row + index.numel()].all())
+        if is_known and record:
+            return self._trained
+        return Opened(state.amax if record else None, None if index is None else state, is_known)
 
     # The weights
 

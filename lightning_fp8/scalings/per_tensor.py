@@ -125,7 +125,7 @@ class PerTensor(OneScale):
 
     @override
     def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
-        adjust = functools.partial(self._replace_amax, slot) if self._adjusts(slot) else None
+        adjust = None if self.delayed or not self._adjusts(slot) else functools.partial(self._replace_amax, slot)
         return launches.one_scale(x, self, slot, slot.open(self.delayed), want, adjust)
 
     @override
