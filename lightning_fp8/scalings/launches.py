@@ -77,9 +77,8 @@ def one_scale(x: Source, scaling: Scaling, slot: Slot, opened: Opened, want: Wan
     if activation == "none" and source.stride(1) != 1:
         source, is_transposed = (source.contiguous(), False) if want.sums else by_rows(source)
     if is_transposed:
-        result = new_result(slot, opened, device, source.shape, columns, rows, want.sums, adjust)
-    else:
-        result = new_result(slot, opened, device, shape, rows, columns, want.sums, adjust)
+        shape, rows, columns = source.shape, columns, rows
+    result = new_result(slot, opened, device, shape, rows, columns, want.sums, adjust)
     if up is None:
         casts.cast_transpose(kernel, source, result, dy, is_packed)
     else:
