@@ -213,17 +213,15 @@ def cast_input(
     have the same arguments.
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
-    values = x.detach() if x.dim() == 2 else in_rows(x.detach())
-    want = Want(rows, keep, False, dtype)
     if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
-        return casts.cast(values, slot, want, watched)
+        return casts.cast(in_rows(x.detach()), slot, Want(rows, keep, False, dtype), watched)
     circumstances = phase, gemm.model.changes, dtype
     # layers may differ in their products: what each takes, by its scaling and by whether it is by columns
     made: dict[tuple[str, bool], Operand] = shared.take(gemm.module, x, circumstances) or {}
     sides = (slot.rows.name, False), (slot.columns.name, True)
     if (rows and sides[0] not in made) or (keep and sides[1] not in made):
         keep = keep or (backward_may_follow() and gemm.sharers_need_columns())
-        new = casts.cast(values, slot, want._replace(columns=keep), watched)
+        new = casts.cast(in_rows(x.detach()), slot, Want(rows, keep, False, dtype), watched)
         made = made | {side: of for side, of in zip(sides, new[:2], strict=True) if of is not None}
         shared.put(gemm.module, x, circumstances, made)
     return Cast(made.get(sides[0]), made.get(sides[1]))
