@@ -119,16 +119,16 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
     dy_at = dy_stride = current_at = 0
     if dy is not None:
         dy_at, dy_stride = dy.data_ptr(), dy.stride(0)
-    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, *_ = result
+    scale, newest, index, amax, scale_inv, y, y_t, column_sums, current_amax, adjust, groups, scale_from = result
     y_at = 0 if y is None else y.data_ptr()
     y_t_at = 0 if y_t is None else y_t.data_ptr()
     flags = aligned(x_at | dy_at, (stride | dy_stride) * size, y_at, y_t_at, columns)
     if current_amax is not None:
         current_at, strides = current_amax.data_ptr(), (stride, dy_stride)
-        measuring = *_measuring(result), 1, result.scale_from
+        measuring = *_measuring(result), 1, scale_from
         kernel(grid, x_at, dy_at, 0, 0, 0, *strides, rows, columns, flags & _LOADS, *measuring)
-        if result.after_measuring is not None:
-            result.after_measuring(current_amax)
+        if adjust is not None:
+            adjust(current_amax)
     kernel(
         grid,
         x_at,
@@ -147,9 +147,9 @@ def cast_transpose(kernel: Kernel, x: Tensor, result: Result, dy: Tensor | None 
         current_at,
         0 if amax is None else amax.data_ptr(),
         scale_inv.data_ptr(),
-        address(result.group_of_tile),
+        0 if groups is None else groups.data_ptr(),
         0,
-        result.scale_from,
+        scale_from,
     )
 
 

@@ -19,8 +19,8 @@ _BIAS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 Operand = tuple[Tensor, Tensor]
 
 
-def b_scale_rows(scale_inv: Tensor, rows: int) -> int:
-    """How many rows of b share a block scale, by the shape of ``scale_inv``: 1 or 128; 1 if b has a single row."""
+def scale_rows(scale_inv: Tensor, rows: int) -> int:
+    """How many rows share a block scale, by the shape of ``scale_inv``: 1 or 128; 1 if there is a single row."""
     return 1 if len(scale_inv) == rows else SCALE_ROWS
 
 

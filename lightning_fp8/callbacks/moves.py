@@ -40,6 +40,7 @@ class Moves:
         rows = {name: row for row, name in enumerate(state.names)}
         module_of = {name or "(root)": module for module, name in enumerate(state.module_names)}
         module_of |= {name: state.module_of(row) for name, row in rows.items()}
+        precisions = state.recipe.precisions
         to_current: set[int] = set()
         to_bf16: set[int] = set()
         for condition in OF_THE_CAST:
@@ -51,7 +52,7 @@ class Moves:
                 can_be_current = (
                     to == "current"
                     and condition in OF_THE_SCALE
-                    and state.recipe.scaling("input").reads_history
+                    and any(precisions.values())
                     # a weight is scaled by its own values already
                     and rows.get(where, state.delayed) < state.delayed
                     and not state.precisions[module].is_current

@@ -147,9 +147,7 @@ class Watch:
         self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~is_finite) * ~updated
         self._most_in_a_row = torch.maximum(self._most_in_a_row, self._nonfinite_in_a_row)
         state, delayed = self.state, slice(self.state.delayed)
-        if not state.recipe.scaling("input").reads_history:
-            return
-        beyond = amax[delayed] * state.scale[delayed] / state.fp8_max[delayed]
+        beyond = state.recipe.scaling("input").beyond(amax[delayed], state.scale[delayed], state.fp8_max[delayed])
         beyond = torch.where(updated[delayed] & (state.amax_history[0] > 0), beyond, 0.0)
         if state.model.current_rows is not None:
             # their scales are shown, not used

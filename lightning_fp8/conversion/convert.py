@@ -131,11 +131,11 @@ def carry_out_for_run(plan: ConversionPlan) -> ScalingState:
     if plan.selects or not plan.converted:
         return carry_out(plan)
     state, recipe = plan.state, plan.config.recipe
-    if recipe != state.recipe:
-        raise ValueError(
-            f"The model is already converted with {state.recipe}, but this run has {recipe}."
-            " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning."
-        )
+    recipe.require_same(
+        state.recipe,
+        f"The model is already converted with {state.recipe}, but this run has {recipe}."
+        " Call `lightning_fp8.unconvert(model)` first; the scales then start from the beginning.",
+    )
     _give_settings(plan)
     name_late_layers(plan.modules, state)
     return state

@@ -135,16 +135,13 @@ def _join(module: nn.Module, states: Sequence[ScalingState]) -> ScalingState:
     Raises:
         ValueError: if they have different recipes, or are on different devices.
     """
-    for other in states[1:]:
-        for what, one, another in (
-            ("recipes", states[0].recipe, other.recipe),
-            ("devices", states[0].device, other.device),
-        ):
-            if one != another:
-                raise ValueError(
-                    f"{type(module).__name__} consists of parts with different {what}, {one} and {another}, which"
-                    " cannot have one scaling state. Ask for that of each part: `lightning_fp8.scaling_state(part)`."
-                )
+    for what in ("recipe", "device"):
+        one, *others = dict.fromkeys(getattr(state, what) for state in states)
+        if others:
+            raise ValueError(
+                f"{type(module).__name__} consists of parts with different {what}s, {one} and {others[0]}, which"
+                " cannot have one scaling state. Ask for that of each part: `lightning_fp8.scaling_state(part)`."
+            )
     modules = list(named_modules(module))
     layers = [(path, layer) for path, layer in modules if isinstance(layer, Fp8Module)]
     members = [Member(path_of_gemm(path, name), gemm) for path, layer in layers for name, gemm in layer.fp8.items()]

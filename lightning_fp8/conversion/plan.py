@@ -133,11 +133,11 @@ class ConversionPlan:
         recipe = self.config.recipe
         for path, layer in self.converted:
             existing = layer.scaling_state.recipe
-            if recipe != existing:
-                raise ValueError(
-                    f"{path or '(root)'} is already converted with {existing}, which differs from {recipe}."
-                    " Call `unconvert(model)` first; the scales start anew then."
-                )
+            recipe.require_same(
+                existing,
+                f"{path or '(root)'} is already converted with {existing}, which differs from {recipe}."
+                " Call `unconvert(model)` first; the scales start anew then.",
+            )
 
     def _of_what_size(self) -> str:
         """The end of the message that FP8 needs a linear layer; it names the largest layer that is too small."""

@@ -21,7 +21,6 @@ from lightning_fp8.ops.formats import PRODUCTS
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.precision import AS_SET, BF16, Choice
 from lightning_fp8.scaling.state import ScalingState
-from lightning_fp8.scalings.per_tensor import CurrentScaling
 from lightning_fp8.scalings.recipe import RECIPES, ProductPrecision, Recipe
 
 _PRECISIONS: tuple[str, ...] = get_args(ProductPrecision)
@@ -228,13 +227,11 @@ def _change(at: str, chosen: Any, recipe: Recipe) -> Callable[[Choice], Choice]:
         return lambda before: before._replace(
             in_bf16=tuple(p for p in PRODUCTS if chosen.get(p, "bf16" if p in before.in_bf16 else "fp8") == "bf16")
         )
-    if chosen == CurrentScaling.precision and recipe.from_history:
-        return lambda before: Choice(is_current=True)
-    if chosen in ("fp8", recipe.precision):
-        return lambda before: AS_SET
-    if chosen in _IN_BF16:
-        return lambda before: BF16
-    alternative = f" or {CurrentScaling.precision!r}" if recipe.from_history else ""
+    by_precision = {name: Choice(is_current=is_current) for name, is_current in recipe.precisions.items()}
+    choice = {**by_precision, **dict.fromkeys(_IN_BF16, BF16)}.get(chosen)
+    if choice is not None:
+        return lambda before: choice
+    alternative = "".join(f" or {name!r}" for name, possible in by_precision.items() if possible.is_current)
     raise ValueError(
         f"{at}: a run in {recipe.precision!r} cannot go on in {chosen!r}, whose scales have another layout. It can in"
         f" 'bf16'{alternative}; for {chosen!r}, resume from a checkpoint in a run with that precision."

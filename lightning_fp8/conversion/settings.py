@@ -11,7 +11,7 @@ from lightning_fp8.modules.paths import as_patterns, matches
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scaling.config import check_frozen_weights
-from lightning_fp8.scalings.recipe import ProductPrecision, Recipe, as_recipe, names_of_recipes
+from lightning_fp8.scalings.recipe import ProductPrecision, Recipe, as_recipe, check_recipe
 
 # a precision for a layer, or for some of its products, by patterns on module paths
 Overrides = Mapping[str, str | Mapping[str, str]]
@@ -36,14 +36,6 @@ def checked_settings(**settings: Any) -> dict[str, Any]:
     if "overrides" in arguments:
         arguments["overrides"] = _as_overrides(arguments["overrides"])
     return arguments
-
-
-def _check_recipe(recipe: Any) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"`recipe` must be {names_of_recipes()}, or the precision string of one, got {type(recipe).__name__}:"
-            f" {recipe!r}."
-        )
 
 
 def _check_min_features(value: Any) -> None:
@@ -80,7 +72,7 @@ def _by_product(pattern: str, chosen: Any) -> dict[str, str]:
 
 
 _CHECKS: dict[str, Callable[[Any], None]] = {
-    "recipe": _check_recipe,
+    "recipe": check_recipe,
     "min_features": _check_min_features,
     "frozen_weights": check_frozen_weights,
 }

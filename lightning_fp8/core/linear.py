@@ -11,7 +11,6 @@ has a scaling for each. Operands by columns are kept for backward, so that x its
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -161,7 +160,8 @@ def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         dx, dw, db = differentiable_backward(in_rows(dy), ctx.weight, *arguments)
     else:
-        dx, dw, db = linear_backward(in_rows(dy), *arguments)
+        run = linear_backward.watched if is_watched(dy) else run_backward
+        dx, dw, db = run(in_rows(dy), *arguments)
     return (
         (dx if len(shape) == 2 else dx.view(shape)) if needs_x else None,
         dw if needs_weight else None,
@@ -297,7 +297,7 @@ linear = implement_differentiable(
 
 def in_rows(x: Tensor) -> Tensor:
     """x ``[*, K]`` -> ``[M, K]``."""
-    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
 
 
 def in_shape_of(x: Tensor, y: Tensor) -> Tensor:

@@ -159,13 +159,7 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
             is_own = slots[id(weight)] == 1 and gemm.weight_cast.part is None
             if not (is_own and _is_sharded_by_rows(weight)) or gemm.precision.needs_weight:
                 continue
-            if not isinstance(gemm.weight_scaling, PerTensor):
-                raise ValueError(
-                    f"`fp8_all_gather` gathers each weight with one scale, and {gemm.state.recipe} gives each block of"
-                    " it a scale of its own. Leave the argument out: the weights are gathered in bf16, and cast then."
-                )
-            if not gemm.state.recipe.reduce_amax:
-                raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
+            gemm.state.recipe.check_gather()
             sharded = cast(DTensor, weight)
             together = scales.setdefault((gemm.model.handle, sharded.device_mesh), _Scales(gemm.state))
             gathering = _Gathering(layer, gemm, sharded, together)

@@ -24,8 +24,7 @@ from lightning_fp8.modules.functional import (
     output_dtype,
 )
 from lightning_fp8.modules.phase import Phase
-from lightning_fp8.ops.cuda.groups import has_kernels
-from lightning_fp8.ops.formats import CASTABLE_DTYPES, DELAYED_ROLES
+from lightning_fp8.ops.formats import CASTABLE_DTYPES
 from lightning_fp8.ops.library import backward_may_follow, is_exporting, may_get_gradient, on_gpu
 from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
@@ -114,20 +113,16 @@ class Fp8Experts(Fp8Module):
         first, *others = self.fp8.values()
         slots, precision = first.slots, first.precision
         is_partial = not precision.in_fp8 or precision.in_bf16 or first.model.counts.values is not None
-        if (
-            is_partial
-            or not slots["input", Phase.TRAINING].rows.takes_groups
-            or any(gemm.precision != precision for gemm in others)
-        ):
+        if is_partial or any(gemm.precision != precision for gemm in others):
             return False
         output = output_dtype(x)
-        formats = tuple(slots[role, Phase.TRAINING].rows.format for role in DELAYED_ROLES)
-        for name, dtype in zip(stack_names(self), (x.dtype, output), strict=True):
-            stack = cast(Tensor, getattr(self, name))
-            dtypes = dtype, output, stack.dtype
-            if isinstance(stack, Fp8Parameter) or not has_kernels(x.device, dtypes, formats, stack.shape[1:]):
-                return False
-        return True
+        scaling, of_dy = slots["input", Phase.TRAINING].rows, slots["grad_output", Phase.TRAINING].rows
+        stacks = [cast(Tensor, getattr(self, name)) for name in stack_names(self)]
+        return all(
+            not isinstance(stack, Fp8Parameter)
+            and scaling.has_group_kernels(of_dy, x.device, (dtype, output, stack.dtype), stack.shape[1:])
+            for stack, dtype in zip(stacks, (x.dtype, output), strict=True)
+        )
 
     def _product_of_groups(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         stack, phase = cast(Tensor, getattr(self, name)), self.phase

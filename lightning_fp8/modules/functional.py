@@ -92,7 +92,6 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
             weight_cast.drop()
         check_whole(gemm, parameter)
         return Fp8Weight(gemm.n_by_k(weight), None)
-    check_kind(gemm, parameter)
     # Forwards that do not record use a kept cast only while a context declares the weight unchanged: in evaluation,
     # weights may be swapped (EMA, averaging) without a trace.
     keep_columns = backward_may_follow()
@@ -105,6 +104,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
         and (parameter.requires_grad or not _must_count(gemm, phase))
     ):
         return Fp8Weight(weight.t() if weight_cast.k_by_n else weight, kept, True)
+    check_kind(gemm, parameter)
     check_same_device(gemm, parameter)
     if weight_cast.fp8_only or isinstance(parameter, Fp8Parameter):
         if is_held(parameter):
@@ -213,17 +213,15 @@ def cast_input(
     have the same arguments.
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
-    values = x.detach() if x.dim() == 2 else in_rows(x.detach())
-    want = Want(rows, keep, dtype=dtype)
     if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
-        return casts.cast(values, slot, want, watched)
+        return casts.cast(in_rows(x.detach()), slot, Want(rows, keep, False, dtype), watched)
     circumstances = phase, gemm.model.changes, dtype
     # layers may differ in their products: what each takes, by its scaling and by whether it is by columns
     made: dict[tuple[str, bool], Operand] = shared.take(gemm.module, x, circumstances) or {}
     sides = (slot.rows.name, False), (slot.columns.name, True)
     if (rows and sides[0] not in made) or (keep and sides[1] not in made):
         keep = keep or (backward_may_follow() and gemm.sharers_need_columns())
-        new = casts.cast(values, slot, want._replace(columns=keep), watched)
+        new = casts.cast(in_rows(x.detach()), slot, Want(rows, keep, False, dtype), watched)
         made = made | {side: of for side, of in zip(sides, new[:2], strict=True) if of is not None}
         shared.put(gemm.module, x, circumstances, made)
     return Cast(made.get(sides[0]), made.get(sides[1]))
@@ -272,17 +270,18 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
             f"The bias of {gemm.name!r} must have the shape ({outputs},), one element for each output of the weight,"
             f" got {tuple(bias.shape)}."
         )
+    kept = gemm.bias_cast.get(bias) if keep else None
+    if kept is not None and kept.dtype == dtype:
+        return kept
     check_kind(gemm, bias, "bias")
     if bias.dtype == dtype or dtype == torch.float32:
         return bias.detach()
     if not keep:
         return bias.detach().to(dtype)
-    bias_cast = gemm.bias_cast.get(bias)
-    if bias_cast is None or bias_cast.dtype != dtype:
-        with normal_tensors():
-            bias_cast = bias.detach().to(dtype)
-        gemm.bias_cast.put(bias, bias_cast)
-    return bias_cast
+    with normal_tensors():
+        made = bias.detach().to(dtype)
+    gemm.bias_cast.put(bias, made)
+    return made
 
 
 def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:

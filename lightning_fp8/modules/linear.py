@@ -35,7 +35,7 @@ class LinearForward(Fp8Module):
             raise TypeError(f"{self.plain_class.__name__}.forward takes one argument, `{self.argument_name}`.")
         weight, gemm, phase = self.weight, self.fp8[""], self.phase
         is_dense = x.layout == torch.strided and not x.is_nested
-        fits = is_dense and weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] and weight.numel()
+        fits = is_dense and weight.dim() == 2 and x.dim() and x.size(-1) == weight.size(1) and weight.numel()
         if not fits or x.dtype not in CASTABLE_DTYPES:
             check_input(self, "input", x, weight)
         if isinstance(weight, DTensor):

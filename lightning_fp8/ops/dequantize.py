@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightning_fp8.ops import e8m0
-from lightning_fp8.ops.amaxes import by_element
 from lightning_fp8.ops.formats import FORMATS
 
 # Dequantized values stay divided by these factors, which is cheaper than correcting their exponents.
@@ -32,12 +31,6 @@ def dequantize(payload: Tensor, format: str, may_have_nan: bool = True) -> Tenso
     if may_have_nan and has_nan(payload, format):
         values.masked_fill_(payload.bitwise_and(0x7F) == 0x7F, float("nan"))
     return values
-
-
-def scaled_values(payload: Tensor, scale_inv: Tensor, format: str) -> Tensor:
-    """``code * scale_inv`` in fp32; for the scales see :func:`~lightning_fp8.ops.amaxes.by_element`."""
-    # two factors: their product may overflow
-    return dequantize(payload, format).mul_(DEQUANTIZED_SHIFT[format]).mul_(by_element(scale_inv, payload))
 
 
 def exact_values(payload: Tensor, scale_inv: Tensor, format: str, dtype: torch.dtype) -> Tensor:

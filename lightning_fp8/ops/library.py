@@ -64,7 +64,7 @@ def is_watched(x: Tensor) -> bool:
         or type(x) not in _PLAIN_TENSORS
         or x.is_meta
         or _len_torch_dispatch_stack() > 0
-        or in_transform()
+        or peek_interpreter_stack() is not None
         # of `torch.autograd.grad(is_grads_batched=True)`, which is no transform of `torch.func`
         or is_legacy_batchedtensor(x)
         or _get_tracing_state() is not None
@@ -100,6 +100,6 @@ def can_keep_copies(weight: Tensor) -> bool:
         is_dynamo_compiling()
         or _get_tracing_state() is not None
         or _len_torch_dispatch_stack()
-        or in_transform()
+        or peek_interpreter_stack() is not None
         or is_capturing(weight.is_cuda)
     )

@@ -191,12 +191,7 @@ class Fp8Precision(PrecisionCore):
             frozen_weights=self.frozen_weights,
             overrides=self.overrides,
         )
-        recipe = plan.config.recipe
-        if recipe.precision != self.precision:
-            raise ValueError(
-                f"The model is already converted with {recipe}, but this run has precision={self.precision!r}."
-                f" Pass `precision={recipe.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
-            )
+        plan.config.recipe.require_precision(self.precision)
         was_plain = not plan.converted
         state = carry_out_for_run(plan)
         if was_plain:

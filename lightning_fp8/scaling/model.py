@@ -9,7 +9,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,10 +16,12 @@ from lightning_fp8.ops.counting import CastCounts
 from lightning_fp8.ops.operand import take_handle
 from lightning_fp8.scaling.notices import Notices
 from lightning_fp8.scaling.optimizer_steps import count_step, watch_optimizers_for
+from lightning_fp8.scalings.operand import Opened
 
 if TYPE_CHECKING:
     from lightning_fp8.modules.gemm import Gemm
     from lightning_fp8.scaling.state import ScalingState
+    from lightning_fp8.scalings.recipe import Recipe
 
 
 class Fp8Model:
@@ -75,6 +76,8 @@ class Fp8Model:
     def on_move(self) -> None:
         """The state has been moved to its device."""
         self._of_groups.clear()
+        # of casts in training whose history is known
+        self._trained = Opened(self.state.amax, self.state, True)
         self.counts.to(self.state.device)
         # by address, which the host knows
         self._row_at = {index.data_ptr(): row for row, index in enumerate(self.state.indices[: self.state.delayed])}
@@ -137,22 +140,19 @@ class Fp8Model:
             self._row_at[index.data_ptr()] = row
         return index
 
-    def open_cast(self, record: bool, index: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Called before each cast of an input or gradient.
-
-        Returns:
-            The ``amax`` to record in, None if the cast is not to be recorded; and whether the tensor at ``index`` is
-            known to have a history: False if ``index`` is None.
-        """
-        if record:
-            if not self.has_recorded and self.state.recipe.reduce_amax:
-                _refuse_join()
+    def open_cast(self, record: bool, index: Tensor | None) -> Opened:
+        """Called before each cast of an input or gradient: whether it is recorded, and which history it reads."""
+        state = self.state
+        if record and not self.has_recorded:
+            _refuse_join(state.recipe)
             self.has_recorded = True
         row = None if index is None else self._row_at.get(index.data_ptr())
-        has_history = row is not None and self._known.item(row)
-        if has_history and index is not None and row is not None and index.numel() > 1:
-            has_history = bool(self._known[row : row + index.numel()].all())
-        return self.state.amax if record else None, has_history
+        is_known = row is not None and self._known.item(row)
+        if is_known and index is not None and row is not None and index.numel() > 1:
+            is_known = bool(self._known[row : row + index.numel()].all())
+        if is_known and record:
+            return self._trained
+        return Opened(state.amax if record else None, None if index is None else state, is_known)
 
     # The weights
 
@@ -179,8 +179,8 @@ class Fp8Model:
 
     def on_update(self) -> None:
         """The scales have been updated, which is done once per optimizer step; one by hand is made next."""
-        if self.state.config.recipe.from_history and not self.every_history_is_known:
-            self._answer.copy_(self.state.amax_history[0] > 0, non_blocking=True)
+        if not self.every_history_is_known:
+            self.state.recipe.note_histories(self._answer, self.state.amax_history[0])
         count_step()
         self.changes += 1
         self.has_recorded = False
@@ -206,10 +206,11 @@ class Fp8Model:
         self.has_recorded = bool((self.state.amax[: self.state.delayed] != 0).any())
 
 
-def _refuse_join() -> None:
+def _refuse_join(recipe: Recipe) -> None:
     """RuntimeError inside ``ddp.join()``: a process without inputs would miss the reductions that others wait for."""
+    _, processes = recipe.processes()
     ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    if ddp is not None and ddp._join_config.enable and dist.get_world_size() > 1:
+    if ddp is not None and ddp._join_config.enable and processes > 1:
         raise RuntimeError(
             "Join: a model with FP8 layers cannot train with uneven inputs, because each update reduces amaxes over all"
             " processes. Give all processes as many batches (`drop_last=True`), or use a recipe that reduces nothing:"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fp8.runtime.device import is_capturing
@@ -70,8 +69,8 @@ class Notices:
             return
         rows, step = event
         # every process sees a reduced amax, so only the first one warns
-        is_reduced = state.recipe.reduce_amax and dist.is_available() and dist.is_initialized()
-        if not is_reduced or not dist.get_rank():
+        rank, _ = state.recipe.processes()
+        if not rank:
             self._say(
                 f"inf or NaN in {_some([state.names[row] for row in rows])} at optimizer step {step} of this model. The"
                 " cast to FP8 makes inf the largest number (NaN stays NaN), so the loss may stay finite, and other"

@@ -37,10 +37,10 @@ def to_entries(state: ScalingState) -> dict[str, dict[str, Tensor]]:
     entries: dict[str, dict[str, Tensor]] = {}
     for row, name in enumerate(state.names[: state.delayed]):
         move = state.precisions[state.module_of(row)].of("move")
-        entries[name] = {"nonfinite_steps": nonfinite[row], "in_fp8": torch.tensor(not move.is_bf16, device="cpu")}
-        if state.recipe.from_history:
-            is_current = torch.tensor(move.is_current, device="cpu")
-            entries[name] |= {"amax_history": columns[row], "is_current": is_current}
+        moved = {"in_fp8": not move.is_bf16, "is_current": move.is_current}
+        flags = {field: torch.tensor(flag, device="cpu") for field, flag in moved.items()}
+        entry = {"nonfinite_steps": nonfinite[row], "amax_history": columns[row], **flags}
+        entries[name] = state.recipe.saved(entry)
     return entries
 
 

@@ -286,7 +286,8 @@ class ScalingState:
         recipe = self.config.recipe
         if self.input_owners:
             self.fill_sharers(self.amax.data)
-        if recipe.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _, processes = recipe.processes()
+        if processes > 1:
             # As integers, the bits of non-negative floats order as finite < inf < NaN, so no non-finite value is lost.
             dist.all_reduce(self.amax[: self.delayed].view(torch.int32), op=dist.ReduceOp.MAX)
         for watch in self.model.before_update:
@@ -374,10 +375,9 @@ class ScalingState:
     def _rescale(self) -> None:
         """Compute the scales that follow from the histories."""
         delayed, recipe = slice(self.delayed), self.recipe
-        newest = self.amax_history[0]
-        amax = newest if recipe.newest_only else self.amax_history.amax(dim=0)
+        amax = recipe.window_amax(self.amax_history)
         scale = scale_below(self.fp8_max[delayed], amax, recipe.margin_factor)
-        self.scale.data[delayed] = scale.where(newest > 0, 1.0)
+        self.scale.data[delayed] = scale.where(self.amax_history[0] > 0, 1.0)
         if self.model.current_rows is not None:
             self._show_current_scales(self.model.current_rows)
 

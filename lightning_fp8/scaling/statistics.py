@@ -64,9 +64,9 @@ def tensor_statistics(state: ScalingState, reduce: Callable[[Tensor, str], Tenso
 def _exponents(state: ScalingState, reduce: Callable[[Tensor, str], Tensor]) -> tuple[Tensor, ...]:
     """The two columns of ``state.cast_counts.exponents``; none if no cast is in blocks."""
     exponents = state.cast_counts.exponents
-    if exponents is None or not state.recipe.scaling("input").has_blocks:
+    if exponents is None:
         return ()
-    return reduce(state.fill_sharers(exponents), "max").unbind(dim=1)
+    return state.recipe.scaling("input").exponent_columns(lambda: reduce(state.fill_sharers(exponents), "max"))
 
 
 def cast_counts(state: ScalingState) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_fp8.ops import arithmetic
 from lightning_fp8.ops.amaxes import BLOCK, max_abs
 from lightning_fp8.ops.counting import count, note_exponents, note_noise, sample_of
+from lightning_fp8.ops.cuda.groups import has_kernels
 from lightning_fp8.ops.cuda.layouts import needs_transposed_payload
 from lightning_fp8.ops.formats import FORMATS, Fp8Format
 from lightning_fp8.ops.library import on_gpu
@@ -49,7 +50,7 @@ class Scaling(ABC):
         is_fp8: whether codes are FP8: only these can clip, underflow, or be kept for later forwards.
         has_blocks: whether a tensor has more than one scale, so that the range of their exponents is worth knowing.
         block: how many elements of a dimension share a scale, where it is neither one nor all.
-        takes_groups: whether the three methods of groups below are defined; else groups run one by one.
+        takes_groups: whether the three methods of groups below are defined.
         file_kind: what files call such scales of a weight: ``"tensor"``, ``"row"``, ``"block"`` or ``"group"``.
         format: ``"e4m3"`` or ``"e5m2"``.
         fp8: the same, with its numbers.
@@ -115,6 +116,11 @@ class Scaling(ABC):
     def show(self, scale: Tensor, newest: Tensor) -> None:
         """After an update, ``scale [D] float32`` is that of the newest amaxes; where these are 0, it stays."""
         scale.copy_(torch.where(newest > 0, self.scale(newest), scale))
+
+    def beyond(self, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
+        """How many times the largest value that past values left room for new amaxes are, ``[D]`` like each argument;
+        0 where a tensor is scaled by its own."""
+        return amax * scale / fp8_max if self.reads_history else torch.zeros_like(amax)
 
     @property
     def layouts_share_codes(self) -> bool:
@@ -238,7 +244,17 @@ class Scaling(ABC):
         """``scale_inv`` of the blocks, ``[*] float32``."""
         return operand.scale_inv
 
+    def exponent_columns(self, counted: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        """The columns of the exponents counted over all casts, ``[R, 2]``; none where a tensor has one scale."""
+        return counted().unbind(dim=1) if self.has_blocks else ()
+
     # Groups of rows, sorted, each of which has a scale and multiplies with a matrix of its own: experts
+
+    def has_group_kernels(
+        self, gradient: Scaling, device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: Sequence[int]
+    ) -> bool:
+        """Whether a device has kernels for the three methods below, see ``has_kernels``; else groups run one by one."""
+        return self.takes_groups and has_kernels(device, dtypes, (self.format, gradient.format), sizes)
 
     def cast_groups(self, x: Tensor, slot: Slot, groups: Groups, want: Want) -> Cast:
         """Cast x ``[T, K]``: codes ``[P, K]``, ``scale_inv [E]``, sums ``[E, K]``; ``slot.index [E]``.

@@ -5,6 +5,7 @@ Each function takes what a kind of scaling asks for, and returns None where ther
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +42,9 @@ def _read(x: Computed, block: int) -> _Read | None:
     return first.contiguous(), up[0].contiguous() if up else None, dy, is_packed
 
 
+# uninitialised codes, by shape and strides; of torch's ways to allocate, the one that takes the least host time
+_new_codes = functools.partial(empty_strided, dtype=torch.uint8)
+
 # Casts with one scale
 
 
@@ -73,9 +77,8 @@ def one_scale(x: Source, scaling: Scaling, slot: Slot, opened: Opened, want: Wan
     if activation == "none" and source.stride(1) != 1:
         source, is_transposed = (source.contiguous(), False) if want.sums else by_rows(source)
     if is_transposed:
-        result = new_result(slot, opened, device, source.shape, columns, rows, want.sums, adjust)
-    else:
-        result = new_result(slot, opened, device, shape, rows, columns, want.sums, adjust)
+        shape, rows, columns = source.shape, columns, rows
+    result = new_result(slot, opened, device, shape, rows, columns, want.sums, adjust)
     if up is None:
         casts.cast_transpose(kernel, source, result, dy, is_packed)
     else:
@@ -168,15 +171,18 @@ def new_result(
             scale, newest = state.scale, state.amax_history
     if not opened.is_known:
         current = torch.zeros(() if groups is None else index.shape, dtype=torch.float32, device=device)
-    y = new_codes(device, rows, columns) if by_rows else None
-    y_t = new_codes(device, *columns_shape(rows, columns)) if by_columns else None
+    padded = -(-rows // ALIGNMENT) * ALIGNMENT
+    y = _new_codes((rows, columns), (columns, 1), device=device) if by_rows else None
+    y_t = _new_codes((columns, padded), (padded, 1), device=device) if by_columns else None
     partial = _new_sums(device, rows, columns) if sums else None
     if groups is None:
         scale_inv, of_tile = empty_strided((), (), dtype=torch.float32, device=device), None
     else:
         scale_inv, of_tile = torch.ones(index.shape, dtype=torch.float32, device=device), groups.of_tile
-    outputs = scale_inv, y, y_t, partial, current, None if current is None else adjust
-    return casts.Result(scale, newest, index, opened.amax, *outputs, of_tile, scale_from)
+    adjust = None if current is None else adjust
+    return casts.Result(
+        scale, newest, index, opened.amax, scale_inv, y, y_t, partial, current, adjust, of_tile, scale_from
+    )
 
 
 # Casts in blocks
@@ -232,7 +238,7 @@ def _new_blocks(
     rows, columns = shape
 
     def new(codes: tuple[int, int], *scales: int) -> Operand:
-        return Operand(new_codes(device, *codes), scaling.new_scales(device, *scales), scaling)
+        return Operand(_new_codes(codes, (codes[1], 1), device=device), scaling.new_scales(device, *scales), scaling)
 
     by_rows = new((rows, columns), rows, columns) if want.rows else None
     by_columns = new(columns_shape(rows, columns), columns, rows) if want.columns else None
@@ -255,12 +261,6 @@ def measure_weights(of: Sequence[Tensor]) -> Tensor:
 # Memory
 
 
-def new_codes(device: torch.device, rows: int, columns: int) -> Tensor:
-    """Uninitialised codes ``[rows, columns]``."""
-    # of torch's ways to allocate, the one that takes the least host time
-    return empty_strided((rows, columns), (columns, 1), dtype=torch.uint8, device=device)
-
-
 def by_rows(x: Tensor) -> tuple[Tensor, bool]:
     """x with elements of a row side by side; or its transpose and True, whose codes are those of x, swapped."""
     if x.stride(1) != 1 and x.stride(0) == 1 and not (x.shape[0] | x.shape[1]) % ALIGNMENT:
@@ -279,7 +279,7 @@ def _new_sums(device: torch.device, rows: int, columns: int) -> Tensor:
 
 
 def _total(partial: Tensor) -> Tensor:
-    return partial.sum(dim=0) if partial.shape[0] > 1 else partial[0]
+    return partial.sum(dim=0) if partial.shape[0] > 1 else partial.view(-1)
 
 
 # Weights

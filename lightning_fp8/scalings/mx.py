@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_fp8.ops import arithmetic, e8m0
 from lightning_fp8.ops.arithmetic import of_rows, per_element
-from lightning_fp8.ops.cuda import gemm
+from lightning_fp8.ops.cuda import gemm, plain
 from lightning_fp8.ops.dequantize import exact_values
 from lightning_fp8.ops.formats import Role
 from lightning_fp8.scalings import emulation
@@ -130,8 +130,18 @@ class MX(InBlocks):
 
     @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
-        out = gemm.mx(a, b, bias, dtype)
+        is_held, out = max(a.scale_inv.dim(), b.scale_inv.dim()) > 1, None
+        # on a GPU without this product, operands of a weight that is trained are refused
+        if not is_held or plain.has_mx(a.codes.device):
+            out = gemm.mx(_in_tiles(a), _in_tiles(b), bias, dtype)
         return emulation.product_of_rounded_values(a, b, bias, dtype) if out is None else out
+
+
+def _in_tiles(operand: Operand) -> Operand:
+    """An operand whose scales may be in a matrix, with the tiles that products read."""
+    if operand.scale_inv.dim() == 1:
+        return operand
+    return operand._replace(scale_inv=e8m0.to_tiles(e8m0.of_rows(operand.scale_inv, len(operand.codes))))
 
 
 @knows_its_fields

@@ -103,8 +103,6 @@ class Slot(NamedTuple):
     def scaling_of(self, want: Want) -> Scaling | None:
         """The scaling of all that is wanted; None if that has two."""
         rows, columns = self.rows, self.columns
-        if rows is columns:
-            return rows
         if want.rows and want.columns:
             return rows if rows.name == columns.name else None
         return rows if want.rows else columns
@@ -118,12 +116,10 @@ class Slot(NamedTuple):
 
     def open(self, reads_history: bool) -> Opened:
         """Called before each cast of an input or gradient; ``reads_history``: whether its scaling does."""
-        state = self.live_state
-        if state is None:
+        state = self.state
+        if state is None or state.model.generation != self.generation:
             return Opened(None, None, False)
-        reads_history = reads_history and self.casting is Casting.HISTORY
-        amax, is_known = state.model.open_cast(self.record, self.index if reads_history else None)
-        return Opened(amax, state if reads_history else None, is_known)
+        return state.model.open_cast(self.record, self.index if reads_history and not self.casting else None)
 
     @property
     def counts(self) -> bool:

@@ -125,7 +125,7 @@ class PerTensor(OneScale):
 
     @override
     def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
-        adjust = functools.partial(self._replace_amax, slot) if self._adjusts(slot) else None
+        adjust = None if self.delayed or not self._adjusts(slot) else functools.partial(self._replace_amax, slot)
         return launches.one_scale(x, self, slot, slot.open(self.delayed), want, adjust)
 
     @override
@@ -179,6 +179,11 @@ class _TensorScaling(Recipe):
     def margin_factor(self) -> float:
         """See :class:`Recipe`."""
         return 2.0**self.margin
+
+    def check_gather(self) -> None:
+        """See :class:`Recipe`."""
+        if not self.reduce_amax:
+            raise ValueError("Weights are gathered in FP8 with one scale on all processes: set `reduce_amax=True`.")
 
 
 @knows_its_fields
@@ -237,6 +242,11 @@ class DelayedScaling(_TensorScaling):
     def newest_only(self) -> bool:
         """See :class:`Recipe`."""
         return self.amax_compute_algo == "most_recent"
+
+    @property
+    def precisions(self) -> dict[str, bool]:
+        """See :class:`Recipe`."""
+        return {**super().precisions, CurrentScaling.precision: True}
 
 
 @knows_its_fields

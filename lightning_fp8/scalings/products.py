@@ -48,7 +48,7 @@ def multiply(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fa
 def cast(x: Source, slot: Slot, want: Want) -> Cast:
     """Cast x ``[M, K]`` for one or two products, each with the scaling that its slot has for it: in one pass where they
     are equal."""
-    scaling = slot.scaling_of(want)
+    scaling = slot.rows if slot.rows is slot.columns else slot.scaling_of(want)
     if scaling is not None:
         return scaling.as_multiplied(scaling.cast(x, slot, want))
     # computed once for both

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
+import torch.distributed as dist
+from torch import Tensor
+
 from lightning_fp8.ops.formats import PRODUCTS, Fp8Format, Product, Role
 from lightning_fp8.runtime.choice import check_choice
 from lightning_fp8.runtime.did_you_mean import did_you_mean
@@ -116,6 +119,51 @@ class Recipe(ABC):
         """Whether an update takes the maximum of each amax over all processes."""
         return True
 
+    @property
+    def precisions(self) -> dict[str, bool]:
+        """What layers can run in with scales of this layout: whether by their own values in place of histories."""
+        return {"fp8": False, self.precision: False}
+
+    def processes(self) -> tuple[int, int]:
+        """The rank of this process, and how many there are, among those over which an update takes the maximum."""
+        if self.reduce_amax and dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+    def window_amax(self, amax_history: Tensor) -> Tensor:
+        """The amaxes ``[D]`` that scales are computed from, of ``amax_history [window, D]``."""
+        return amax_history[0] if self.newest_only else amax_history.amax(dim=0)
+
+    def note_histories(self, has_history: Tensor, newest: Tensor) -> None:
+        """Write which tensors have a history, ``[D] bool`` on the CPU, by their newest amaxes, without waiting."""
+        if self.from_history:
+            has_history.copy_(newest > 0, non_blocking=True)
+
+    def saved(self, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint holds of a tensor."""
+        of_histories = () if self.from_history else ("amax_history", "is_current")
+        return {name: value for name, value in entry.items() if name not in of_histories}
+
+    def check_gather(self) -> None:
+        """ValueError unless weights can be gathered in FP8: with one scale each, the same on all processes."""
+        raise ValueError(
+            f"`fp8_all_gather` gathers each weight with one scale, and {self} gives each block of it a scale of its"
+            " own. Leave the argument out: the weights are gathered in bf16, and cast then."
+        )
+
+    def require_same(self, other: Recipe, message: str) -> None:
+        """ValueError with this message for a different recipe."""
+        if self != other:
+            raise ValueError(message)
+
+    def require_precision(self, precision: str) -> None:
+        """ValueError for a run in another precision than that of the model."""
+        if self.precision != precision:
+            raise ValueError(
+                f"The model is already converted with {self}, but this run has precision={precision!r}."
+                f" Pass `precision={self.precision!r}`, or call `lightning_fp8.unconvert(model)` first."
+            )
+
     def require_choice(self, field: str, choices: tuple[str, ...]) -> None:
         """ValueError unless a field is one of these."""
         check_choice(f"{type(self).__name__}: `{field}`", getattr(self, field), choices)
@@ -143,6 +191,15 @@ def names_of_recipes() -> str:
 def is_int(value: Any) -> bool:
     """Whether a value is a whole number, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_recipe(recipe: Any) -> None:
+    """TypeError for anything else than a recipe."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"`recipe` must be {names_of_recipes()}, or the precision string of one, got {type(recipe).__name__}:"
+            f" {recipe!r}."
+        )
 
 
 def as_recipe(recipe: Any) -> Recipe | None:

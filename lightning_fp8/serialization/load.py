@@ -329,10 +329,10 @@ def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: C
             key, name = gemm_key(plain_path(path), type(layer), gemm), tensor_name(fp8_gemm.name, "input")
             # an attention is converted as a whole: its projections that are not FP8 fall back
             if key in inputs and key not in fallen:
-                scale = inputs[key]
-                if scale is not None and state.recipe.from_history:
+                scale, history = inputs[key], entries[name].get("amax_history")
+                if scale is not None and history is not None:
                     # the amax from which an update would have computed this scale
-                    entries[name]["amax_history"][0] = amax_of_scale(scale * state.recipe.margin_factor)
+                    history[0] = amax_of_scale(scale * state.recipe.margin_factor)
             else:
                 entries[name]["in_fp8"].fill_(False)
     state.load_state_dict(entries)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, scaling_state, weights_unchanged
 from lightning_fp8.modules import experts as modules
 from lightning_fp8.modules.experts import Fp8Experts
+from lightning_fp8.scalings import base
 from lightning_fp8.scalings.recipe import Recipe
 
 SIZE, TOKENS = 64, 40
@@ -50,7 +51,7 @@ def relative(one: Tensor, other: Tensor) -> float:
 
 def one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> list[Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(modules, "has_kernels", lambda *_: False)
+        patch.setattr(base, "has_kernels", lambda *_: False)
         return step(model, *given)
 
 
@@ -59,7 +60,7 @@ def one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch, *given: Any) -> list
 )
 def test_the_reference_is_each_expert_by_itself(form: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, but for gradients of weights that lie in memory in another order."""
-    monkeypatch.setattr(modules, "has_kernels", lambda *_: True)
+    monkeypatch.setattr(base, "has_kernels", lambda *_: True)
     monkeypatch.setattr(modules, "on_gpu", lambda x: True)
     both = [convert(experts(form), recipe) for _ in range(2)]
     both[1].load_state_dict(both[0].state_dict())
@@ -214,7 +215,7 @@ def test_frozen_experts_pass_gradients_on(grouped_half: Counter[str], monkeypatc
     found = []
     for has_kernels in (None, lambda *_: False):
         if has_kernels is not None:
-            monkeypatch.setattr(modules, "has_kernels", has_kernels)
+            monkeypatch.setattr(base, "has_kernels", has_kernels)
         grouped_half.clear()
         x = x.detach().requires_grad_()
         model(x, index, weights).square().sum().backward()

@@ -17,6 +17,7 @@ from lightning_fp8 import BlockScaling, DelayedScaling, MXScaling, convert, scal
 from lightning_fp8.core.casts import scaled_mm
 from lightning_fp8.modules.feed_forward import fp8_feed_forward
 from lightning_fp8.ops.cuda import kernels, rule
+from lightning_fp8.scalings import base
 from lightning_fp8.scalings.operand import Operand
 from lightning_fp8.scalings.per_tensor import PerTensor
 from lightning_fp8.scalings.recipe import Recipe
@@ -177,7 +178,6 @@ def test_experts_in_groups(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -
     """Each product in one launch, against one expert after the other; the same again, to the last bit."""
     import experts as made
 
-    from lightning_fp8.modules import experts
     from lightning_fp8.ops.cuda import groups
 
     if groups.grouped_configuration(groups.capability(gpu), True) is None:
@@ -188,7 +188,7 @@ def test_experts_in_groups(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -
     found = []
     for in_groups in (True, True, False):
         if not in_groups:
-            monkeypatch.setattr(experts, "has_kernels", lambda *_: False)
+            monkeypatch.setattr(base, "has_kernels", lambda *_: False)
         x = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0)).to(gpu).requires_grad_()
         model.zero_grad()
         y = model(x, *(one.to(gpu) for one in made.routing(2)))

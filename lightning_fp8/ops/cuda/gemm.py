@@ -55,12 +55,12 @@ def in_blocks(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) 
 def _by_kernel(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> tuple[Tensor | None, str | None]:
     """The product in blocks by our kernels, which do not support squares in a; or why there is none, if known."""
     (m, k), n, device = a.codes.shape, b.codes.shape[0], a.codes.device
-    if not (m and n and k and len(a.scale_inv) == m):
+    rows_of_a, rows = kernel_gemm.scale_rows(a.scale_inv, m), kernel_gemm.scale_rows(b.scale_inv, n)
+    if not (m and n and k) or rows_of_a > 1:
         return None, None
     configuration = rule.configuration_for(device, m, n, "blocks", False)
     if configuration is None:
         return None, None
-    rows = kernel_gemm.b_scale_rows(b.scale_inv, n)
     kernel = kernels.gemm_kernel(device, configuration, a.scaling.format, b.scaling.format, output, True, rows)
     if kernel is None:
         return None, kernels.failure_of(device, configuration.family)
@@ -68,13 +68,7 @@ def _by_kernel(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype)
 
 
 def mx(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
-    """The product where both operands have scales in E8M0, those of a weight without a master in a matrix; None if
-    there is no GPU, a size is 0, or such a weight is on a GPU without this product. Others, which are trained, are
-    refused there.
-    """
-    if max(a.scale_inv.dim(), b.scale_inv.dim()) > 1 and not plain.has_mx(a.codes.device):
-        return None
-    a, b = plain.in_tiles(a), plain.in_tiles(b)
+    """The product where both operands have tiles of scales in E8M0; None if there is no GPU, or a size is 0."""
     (m, k), n, device = a.codes.shape, b.codes.shape[0], a.codes.device
     if m and n and k:
         configuration = rule.configuration_for(device, m, n, "mx", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -26,9 +27,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 @torch.compiler.assume_constant_result
 def has_kernels(
     device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, ...],
     formats: tuple[str, str],
-    sizes: tuple[int, int],
+    sizes: Sequence[int],
 ) -> bool:
     """Whether a linear layer of groups runs on this device: all of its kernels are available and take its sizes.
 
@@ -47,9 +48,7 @@ def has_kernels(
 
 
 @functools.cache
-def _kernels(
-    device: torch.device, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], formats: tuple[str, str]
-) -> bool:
+def _kernels(device: torch.device, dtypes: tuple[torch.dtype, ...], formats: tuple[str, str]) -> bool:
     of_x, of_y, of_weight = dtypes
     fmt, of_dy = formats
     gemms = (

@@ -70,8 +70,8 @@ def scaled_mm_in_blocks(
     Raises:
         RuntimeError: on a GPU for which cuBLASLt has no such product.
     """
-    gpu = gpu_of(a.codes.device)
-    if gpu is None or not (a.codes.numel() and b.codes.numel()):
+    gpu, (m, k), n = gpu_of(a.codes.device), a.codes.shape, b.codes.shape[0]
+    if gpu is None or not (m and n and k):
         return None
     check_blocks(gpu.capability, torch.version.cuda, failure)
     return product_of_blocks(a, b, bias, out_dtype)
@@ -110,7 +110,8 @@ def scaled_mm_mx(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.d
     Raises:
         RuntimeError: on a GPU whose tensor cores do not multiply such operands, or on which the product is wrong.
     """
-    if gpu_of(a.codes.device) is None or not (a.codes.numel() and b.codes.numel()):
+    gpu, (m, k), n = gpu_of(a.codes.device), a.codes.shape, b.codes.shape[0]
+    if gpu is None or not (m and n and k):
         return None
     check_mx_product(a.codes.device)
     return product_of_mx(a[:2], b[:2], bias, out_dtype, (a.scaling.format, b.scaling.format))
@@ -131,13 +132,6 @@ def product_of_mx(
     a_scales, b_scales = (of[1].view(torch.float8_e8m0fnu) for of in (a, b))
     scales = a_scales, kind, b_scales, kind, order, order
     return _by_torch(a_codes, b_codes, scales, bias, out_dtype, (m, n))
-
-
-def in_tiles(operand: Operand) -> Operand:
-    """An operand in MX whose scales may be in a matrix, with the tiles that products read."""
-    if operand.scale_inv.dim() == 1:
-        return operand
-    return operand._replace(scale_inv=e8m0.to_tiles(e8m0.of_rows(operand.scale_inv, len(operand.codes))))
 
 
 def has_mx(device: torch.device) -> bool:

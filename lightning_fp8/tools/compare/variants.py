@@ -75,6 +75,6 @@ def plugin_settings(variant: str, own: Mapping[str, Any]) -> dict[str, Any]:
         in_all = [name for name in of_fp8 if all(name in taken for taken in ARGUMENTS.values())]
         return {**{name: own[name] for name in in_all if name in own}, **VARIANTS[variant][1]}
     recipe = recipe_argument(own.get("recipe"))
-    fields = recipe.as_dict() if recipe is not None and recipe.precision == precision else {}
+    fields = {} if recipe is None else {recipe.precision: recipe.as_dict()}.get(precision, {})
     applied = {name: own[name] for name in of_fp8 if name in own}
     return {**applied, "recipe": {**fields, **recipe_fields(variant)}}
