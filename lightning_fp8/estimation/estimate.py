@@ -171,7 +171,8 @@ def estimate(
         model: any module, also on the meta device. Of a ``LightningModule``, ``training_step(batch, 0)`` is counted.
         batch: what it takes, for one device: a mapping of keyword arguments, a tuple or list of arguments, or one
             argument. Tensors may be on the meta device.
-        gpu: one of ``h100``, ``h100-pcie``, ``h100-nvl``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``, ``rtx-5090``.
+        gpu: one of ``h100``, ``h100-pcie``, ``h100-nvl``, ``h200``, ``h200-nvl``, ``b200``, ``b300``, ``l40s``,
+            ``rtx-4090``, ``rtx-5090``.
         recipe: see :class:`lightning_fp8.Fp8Precision`.
         compiled: whether the model is compiled by ``torch.compile``.
         strategy: ``"ddp"`` or ``"fsdp"`` for training on several devices of a machine; roughly.
@@ -185,7 +186,7 @@ def estimate(
 
     Raises:
         ValueError: for an unknown device, strategy or recipe, a recipe that the device cannot run, or a model in which
-            no layer can run in FP8 or which is converted already.
+            no layer can run in FP8, no such layer runs in the step, or which is converted already.
         RuntimeError: for a model that does not run without values; it names the operator.
     """
     return Estimator(model, batch, **settings).estimate(gpu, recipe, compiled, strategy, gpus)
@@ -221,6 +222,12 @@ class Estimator:
                     self._layers[names[id(weight)]] = spec.path
                     self._in_bf16[names[id(weight)]] = spec.in_bf16
         self.step = count(model, batch)
+        ran = {operator.weight for operator in self.step.operators if isinstance(operator, MatrixProduct)}
+        self._layers = {name: path for name, path in self._layers.items() if name in ran}
+        if not self._layers:
+            raise ValueError(
+                f"No layer of {type(model).__name__} that would run in FP8 runs in the step on this batch."
+            )
 
     def estimate(
         self,
@@ -258,11 +265,7 @@ class Estimator:
         )
 
     def _in_fp8(self, recipe: Recipe) -> dict[str, frozenset[Product]]:
-        products = {
-            name: frozenset(PRODUCTS) - {*self._in_bf16[name], *recipe.in_bf16}
-            for name in self._layers
-            if name in self.step.sizes
-        }
+        products = {name: frozenset(PRODUCTS) - {*self._in_bf16[name], *recipe.in_bf16} for name in self._layers}
         return {name: of_weight for name, of_weight in products.items() if of_weight}
 
 
@@ -290,18 +293,21 @@ def spread(speedup: float, size: float, unknown: int = 0) -> tuple[float, float]
 
 
 def check_recipe(gpu: Gpu, precision: str) -> None:
-    """ValueError for a recipe that a device cannot run."""
+    """ValueError for a recipe that a device cannot run, or whose costs are not known."""
     if gpu.fp8 is None:
         with_fp8 = ", ".join(name for name, other in GPUS.items() if other.fp8)
         raise ValueError(f"{gpu.title} computes no products in FP8. Devices that do are {with_fp8}.")
     data_center = gpu.capability[0] in (10, 11)
-    runs = {
+    runs = dict.fromkeys(OURS, True) | {
         "fp8-block": bool(configurations(gpu.capability, in_blocks=True)) or data_center,
         "fp8-mx": mx_configuration(gpu.capability) is not None or data_center,
     }
-    if not runs.get(precision, True):
-        others = ", ".join(name for name in RECIPES if runs.get(name, True))
-        raise ValueError(f"{gpu.title} cannot run {precision!r}. It runs {others}.")
+    if not runs.get(precision):
+        others = ", ".join(name for name in RECIPES if runs.get(name))
+        why = (
+            f"{gpu.title} cannot run {precision!r}." if precision in runs else f"What {precision!r} costs is not known."
+        )
+        raise ValueError(f"{why} {gpu.title} runs {others}.")
 
 
 @dataclass

@@ -172,7 +172,7 @@ def test_it_prints_as_one_screen_and_as_plain_values() -> None:
     [
         ({"gpu": "h1000"}, "gpu='h1000' is unknown. Did you mean 'h100'? Known are h100, "),
         ({"gpu": "a100"}, "A100 SXM computes no products in FP8. Devices that do are h100, "),
-        ({"recipe": "fp8-mx"}, "H100 SXM cannot run 'fp8-mx'. It runs fp8-delayed, fp8-current, fp8-block."),
+        ({"recipe": "fp8-mx"}, "H100 SXM cannot run 'fp8-mx'. H100 SXM runs fp8-delayed, fp8-current, fp8-block."),
         ({"recipe": "fp8-delyed"}, "Did you mean 'fp8-delayed'"),
         ({"strategy": "deepspeed"}, "`strategy` must be "),
         ({"min_features": 10**6}, "There is nothing to convert in Sequential"),
@@ -187,6 +187,20 @@ def test_bad_input(arguments: dict[str, object], message: str) -> None:
 def test_a_converted_model_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear is converted already: estimate it before, or after `unconvert"):
         estimate(convert(nn.Linear(64, 64)), torch.zeros(2, 64))
+
+
+def test_layers_that_do_not_run_are_not_counted() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    assert estimate(Model(), torch.zeros(32, 64)).converted == 1
+    with pytest.raises(ValueError, match="No layer of Model that would run in FP8 runs in the step on this batch"):
+        estimate(Model(), torch.zeros(32, 64), ignore_modules=["used"])
 
 
 def test_every_device_has_a_source_and_the_recipes_that_it_runs() -> None:
