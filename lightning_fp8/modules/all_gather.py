@@ -52,7 +52,7 @@ class _Scales:
         self._in_training: bool | None = None
         self._gathered: set[int] = set()
         self._scales: dict[torch.dtype, Tensor] = {}
-        self._amax = torch.zeros(0)
+        self._amax: Tensor
 
     def join(self, gemm: Gemm, weight: DTensor) -> int:
         """Add a weight; returns its position."""

@@ -201,6 +201,17 @@ def test_opcheck(name: str, half: str, request: pytest.FixtureRequest) -> None:
         torch.library.opcheck(operator.op, tuple(flat), test_utils="ALL")
 
 
+@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
+def test_the_fake_of_a_block_that_keeps_nothing_for_backward(name: str) -> None:
+    operator = OPERATORS[name]
+    for case in some_cases(name):
+        *args, dtype = arguments(case, 130, 24, 144)
+        # `keep_a` and `keep_h`
+        flat = operator.signature.flattened((*args[:-2], False, False, dtype))
+        tensors = [arg.detach() if isinstance(arg, Tensor) else arg for arg in flat]
+        torch.library.opcheck(operator.op, tuple(tensors), test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_function_called_directly_does_what_its_operator_does(name: str) -> None:
     operator = OPERATORS[name]
