@@ -23,7 +23,7 @@ from lightning_fp8.core.linear import run_backward
 from lightning_fp8.ops import arithmetic
 from lightning_fp8.ops.arithmetic import by_columns
 from lightning_fp8.ops.cuda import gemm, plain
-from lightning_fp8.ops.dequantize import dequantize, keep_values
+from lightning_fp8.ops.dequantize import dequantize, keep_values, values_of
 from lightning_fp8.ops.library import is_watched
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scalings import emulation
@@ -279,6 +279,7 @@ def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
     arguments = (operand(a, one), operand(b, half), None, out_dtype)
     plain = product_of_tensors(*arguments)
     keep_values(b, "e4m3")
+    assert values_of(b, "e4m3") is values_of(b, "e4m3")
     assert torch.equal(product_of_tensors(*arguments), plain)
     values = (payload.view(torch.float8_e4m3fn).double() for payload in (a, b))
     exact = next(values) @ next(values).t() * 0.5
