@@ -225,6 +225,16 @@ def test_frozen_experts_pass_gradients_on(grouped_half: Counter[str], monkeypatc
     assert relative(*found) < 5e-2
 
 
+def test_one_expert(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "EXPERTS", 1)
+    model = convert(experts())
+    given = torch.randn(TOKENS, SIZE), torch.zeros(TOKENS, 1, dtype=torch.int64), torch.rand(TOKENS, 1)
+    found = step(model, *given)
+    assert any("GROUPED=1" in name for name in grouped_half)
+    for one, other in zip(found, one_by_one(model, monkeypatch, *given), strict=True):
+        assert relative(one, other) < 5e-2
+
+
 @pytest.mark.usefixtures("grouped_half")
 @pytest.mark.parametrize("form", ["gate", "no gate"])
 def test_without_a_gradient_of_the_output_there_are_none(form: str) -> None:
