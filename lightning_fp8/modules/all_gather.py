@@ -47,12 +47,13 @@ class _Scales:
         self.state = state
         self.weights: list[DTensor] = []
         self.gemms: list[Gemm] = []
-        self._made_of: list[Stamped] = []
-        self._steps = -1
         self._in_training: bool | None = None
         self._gathered: set[int] = set()
         self._scales: dict[torch.dtype, Tensor] = {}
-        self._amax = torch.zeros(0)
+        # those of the last measurement
+        self._made_of: list[Stamped]
+        self._steps: int
+        self._amax: Tensor
 
     def join(self, gemm: Gemm, weight: DTensor) -> int:
         """Add a weight; returns its position."""

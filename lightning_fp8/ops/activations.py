@@ -92,7 +92,5 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def activation_gradient(x: Tensor, dy: Tensor, activation: str) -> Tensor:
     """The gradient of x, given the gradient ``dy`` of ``activation(x)``."""
-    if activation == "none":
-        return dy
     known = ACTIVATIONS[activation]
     return torch.cat(known.gradients(*x.chunk(known.inputs, dim=-1), dy), dim=-1)

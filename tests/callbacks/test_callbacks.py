@@ -183,6 +183,13 @@ def test_counts_are_those_of_the_codes(request: pytest.FixtureRequest) -> None:
     assert state.cast_counts.values is None
 
 
+def test_counting_that_begins_after_a_move_is_done_where_the_state_is(request: pytest.FixtureRequest) -> None:
+    state = scaling_state(known_counts()[0]).to("meta")
+    state.cast_counts.start(request)
+    counts = state.cast_counts
+    assert {counts.values.device, counts.noise.device, counts.exponents.device} == {torch.device("meta")}
+
+
 @pytest.mark.usefixtures("half")
 def test_counts_with_a_scale_for_each_block(request: pytest.FixtureRequest) -> None:
     """Twice the same small number: it becomes zero only in the block with the larger amax."""

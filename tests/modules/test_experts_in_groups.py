@@ -11,6 +11,7 @@ import experts as made
 import pytest
 import torch
 from experts import EXPERTS, FORMS, experts, routing
+from no_gradient import NoGradient
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -223,6 +224,27 @@ def test_frozen_experts_pass_gradients_on(grouped_half: Counter[str], monkeypatc
         assert any("GROUPED=1" in name for name in grouped_half) == (has_kernels is None)
         assert not any("GROUPED=2" in name for name in grouped_half)
     assert relative(*found) < 5e-2
+
+
+def test_one_expert(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "EXPERTS", 1)
+    model = convert(experts())
+    given = torch.randn(TOKENS, SIZE), torch.zeros(TOKENS, 1, dtype=torch.int64), torch.rand(TOKENS, 1)
+    found = step(model, *given)
+    assert any("GROUPED=1" in name for name in grouped_half)
+    for one, other in zip(found, one_by_one(model, monkeypatch, *given), strict=True):
+        assert relative(one, other) < 5e-2
+
+
+@pytest.mark.usefixtures("grouped_half")
+@pytest.mark.parametrize("form", ["gate", "no gate"])
+def test_without_a_gradient_of_the_output_there_are_none(form: str) -> None:
+    plain = experts(form)
+    for model in (plain, convert(copy.deepcopy(plain))):
+        x = torch.randn(TOKENS, SIZE, requires_grad=True)
+        NoGradient.apply(model(x, *routing())).sum().backward()
+        assert x.grad is None
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_fully_sharded(grouped_half: Counter[str], one_process: None) -> None:

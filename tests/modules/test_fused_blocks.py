@@ -27,10 +27,12 @@ from feed_forward_blocks import (
     vit,
 )
 from feed_forward_step import assert_same_steps, training_step
+from no_gradient import NoGradient
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fp8 import convert, describe, fall_back, unconvert
+from lightning_fp8.modules.fused_blocks import Fp8FeedForward
 
 # numbers
 
@@ -67,18 +69,6 @@ def test_frozen_layers(case: str, fused: list[str]) -> None:
         parameter.requires_grad_(not FROZEN[case](name))
     assert_same_steps(part_by_part(model), model)
     assert len(fused) == 3
-
-
-class NoGradient(torch.autograd.Function):
-    """Gives no gradient, which is not a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> None:
-        return None
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: sequential(nn.GELU())[1:4], llama])
@@ -130,6 +120,8 @@ def test_copies_pickles_and_the_way_back(block: str, fused: list[str]) -> None:
     classes = [type(module) for module in plain.modules()]
     names = list(plain.state_dict())
     model = convert(plain)
+    (block_module,) = (module for module in model.modules() if isinstance(module, Fp8FeedForward))
+    assert type(block_module).__module__ == block_module.plain_class.__module__
     x = torch.randn(2, 5, WIDTH)
     y = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, fall_back, scaling_state
 from lightning_fp8.modules.phase import Phase
+from lightning_fp8.scaling.precision import AS_SET, BF16
 from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scalings.recipe import Recipe
 
@@ -154,10 +155,16 @@ def test_a_buffer_that_is_used_again(mode: Callable[[], Any], compiled: bool) ->
             x.copy_(torch.randn(ROWS, WIDTH))
 
 
-def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again() -> None:
+def to_bf16_and_back(state: ScalingState) -> None:
+    for choice in (BF16, AS_SET):
+        state.switch("schedule", dict.fromkeys(range(len(state.precisions)), choice))
+
+
+@pytest.mark.parametrize("drop", [ScalingState.discard, to_bf16_and_back])
+def test_recorded_amaxes_dropped_between_two_layers_are_recorded_again(drop: Callable[[ScalingState], None]) -> None:
     model, x = convert(Shared()), torch.randn(ROWS, WIDTH)
     state = scaling_state(model)
-    model.between = state.discard
+    model.between = partial(drop, state)
     model(x)
     assert state.amax[state.names.index("q.input")] == x.abs().max()
 

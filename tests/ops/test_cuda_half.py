@@ -18,9 +18,12 @@ from outermost import NO_LAUNCH, is_outermost
 from slots import slot_of
 from sqnr import sqnr
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from kernels_cuda import casts
 from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
+from lightning_fp8.modules.all_gather import gather_in_fp8
 from lightning_fp8.ops.arithmetic import saturated
 from lightning_fp8.ops.formats import FORMATS
 from lightning_fp8.scaling import ScalingState
@@ -349,3 +352,21 @@ def test_four_casts_of_a_feed_forward_block_and_no_other_pass(cuda_half: Counter
         if is_outermost(event) and event.name.removeprefix("aten::") not in {*NO_LAUNCH, "_scaled_mm"}
         if any(math.prod(shape) in hidden for shape in event.input_shapes if shape)
     ]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_shards_gathered_in_fp8_are_measured_by_one_launch(cuda_half: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 48))
+    largest = [layer.weight.detach().abs().max() for layer in model]
+    model = fully_shard(convert(model), mesh=init_device_mesh("cpu", (1,)))
+    gather_in_fp8(model)
+    cuda_half.clear()
+    model(torch.randn(8, 32)).sum().backward()
+    state = scaling_state(model)
+    for module, amax in enumerate(largest):
+        row = state.row_of(module, "weight")
+        assert state.amax[row] == amax
+        # the largest value of e4m3
+        assert state.scale[row] == torch.tensor(448.0) / amax
+    assert cuda_half["cast_weights"] == 1

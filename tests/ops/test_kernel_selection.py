@@ -91,6 +91,20 @@ def test_the_check_finds_wrong_casts(variant: tuple[torch.dtype, str, str, bool]
     assert "other numbers in payload" in str(of_cast.check(CPU, faulty))
 
 
+class OneGroup(HostKernel):
+    """A fault: all rows are cast as those of the first group."""
+
+    def __call__(self, grid: int, *arguments: int | float) -> None:
+        # `group_of_tile`
+        super().__call__(grid, *arguments[:-3], 0, *arguments[-2:])
+
+
+@pytest.mark.parametrize("variant", PLAIN[::3])
+def test_the_check_finds_groups_that_are_cast_as_one(variant: tuple[torch.dtype, str, str, bool]) -> None:
+    of_cast = kernels._cast_variant(*variant)
+    assert "in groups of rows" in str(of_cast.check(CPU, on_host(of_cast, OneGroup)))
+
+
 def test_the_check_finds_wrong_casts_of_weights() -> None:
     of_cast = kernels._weights_variant(False)
     faulty = on_host(of_cast._replace(defines=(FAULTS["subnormals flushed"],)))

@@ -168,6 +168,16 @@ def test_inf_is_reported_a_step_later(waits: NoWaiting) -> None:
     assert "at optimizer step 3 of this model" in said[3][0]
 
 
+def test_inf_in_the_last_step_is_reported_at_the_end(waits: NoWaiting) -> None:
+    step = Loop(convert(encoder()))
+    step()
+    step.x[0, 0, 0] = torch.inf
+    assert waits.of(step) == []
+    state = scaling_state(step.model)
+    with pytest.warns(UserWarning, match="inf or NaN in .* at optimizer step 2 of this model"):
+        state.model.notices.on_end(state)
+
+
 def compiled(waits: NoWaiting, model: nn.Module) -> tuple[Loop, list[str]]:
     """Its loop, and what the compiler's graphs do: "made" and "run"."""
     torch.compiler.reset()

@@ -23,7 +23,7 @@ from lightning_fp8.core.linear import run_backward
 from lightning_fp8.ops import arithmetic
 from lightning_fp8.ops.arithmetic import by_columns
 from lightning_fp8.ops.cuda import gemm, plain
-from lightning_fp8.ops.dequantize import dequantize, keep_values
+from lightning_fp8.ops.dequantize import dequantize, keep_values, values_of
 from lightning_fp8.ops.library import is_watched
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scalings import emulation
@@ -201,6 +201,17 @@ def test_opcheck(name: str, half: str, request: pytest.FixtureRequest) -> None:
         torch.library.opcheck(operator.op, tuple(flat), test_utils="ALL")
 
 
+@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
+def test_the_fake_of_a_block_that_keeps_nothing_for_backward(name: str) -> None:
+    operator = OPERATORS[name]
+    for case in some_cases(name):
+        *args, dtype = arguments(case, 130, 24, 144)
+        # `keep_a` and `keep_h`
+        flat = operator.signature.flattened((*args[:-2], False, False, dtype))
+        tensors = [arg.detach() if isinstance(arg, Tensor) else arg for arg in flat]
+        torch.library.opcheck(operator.op, tuple(tensors), test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_function_called_directly_does_what_its_operator_does(name: str) -> None:
     operator = OPERATORS[name]
@@ -268,6 +279,7 @@ def test_kept_values_change_no_bit(rows: int, out_dtype: torch.dtype) -> None:
     arguments = (operand(a, one), operand(b, half), None, out_dtype)
     plain = product_of_tensors(*arguments)
     keep_values(b, "e4m3")
+    assert values_of(b, "e4m3") is values_of(b, "e4m3")
     assert torch.equal(product_of_tensors(*arguments), plain)
     values = (payload.view(torch.float8_e4m3fn).double() for payload in (a, b))
     exact = next(values) @ next(values).t() * 0.5

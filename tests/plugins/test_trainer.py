@@ -30,6 +30,16 @@ def test_fit_equals_a_plain_loop_bit_for_bit(tmp_path: Path, precision: str) -> 
     assert same(model, by_hand(2, accumulate=2, recipe=RECIPES[precision]()))
 
 
+def test_autocast_is_for_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin, model = Fp8Precision(), nn.Linear(16, 16)
+    plugin.convert_module(model)
+    for question in ("is_available", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, question, lambda: True)
+    with plugin.forward_context():
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled("cuda")
+
+
 def test_fp64_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"'net.0.weight' is float64"):
         make_trainer(tmp_path).fit(seeded().double(), loader())

@@ -39,7 +39,8 @@ def test_which_cpus_emulate(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     accepted, flags, expected = CPUS[name]
     info = tmp_path / "cpuinfo"
     if flags is not None:
-        info.write_text(f"model name : {name}\n{flags}\n")
+        # not UTF-8
+        info.write_bytes(f"model name : {name}\xae\n{flags}\n".encode("latin-1"))
     monkeypatch.setattr(cpu, "_INFO", info)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: accepted)
     assert cpu.emulates_bf16() is expected

@@ -19,7 +19,7 @@ from processes import run_processes
 from scales_in_numpy import largest, scale_of
 from torch import Tensor, nn
 
-from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, describe, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, describe, scaling_state
 from lightning_fp8.scalings.recipe import Recipe
 
 
@@ -124,17 +124,30 @@ def test_feed_forward_blocks(recipe: Recipe, block: str, half: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * one.detach().abs().max().item())
 
 
+# power-of-two operands are exact, so the scale shows in which numbers underflow
+POWERS = torch.tensor([[1.0, 2.0**-16, 2.0**-17, 2.0**-18] + [0.0] * 12])
+
+
 def test_a_margin_is_kept_free() -> None:
-    """Power-of-two operands are exact, so the scale shows in which numbers underflow."""
-    x = torch.tensor([[1.0, 2.0**-16, 2.0**-17, 2.0**-18] + [0.0] * 12])
     alive = []
     for margin in (0, 1, 4):
         model = linear(CurrentScaling(margin), 16, 16)
         nn.init.eye_(model.weight)
         with torch.no_grad():
-            alive.append(int((model(x)[0, :4] != 0).sum()))
+            alive.append(int((model(POWERS)[0, :4] != 0).sum()))
     # 448 * 2**-18 = 2**-9.2 is above 2**-10, half of the smallest number, so it survives; a margin halves it per unit
     assert alive == [4, 3, 1]
+
+
+def test_a_margin_is_kept_free_above_past_values_only(half: str) -> None:
+    """The first cast, by its own values, has no margin; the second one, by the history, has it."""
+    model = linear(DelayedScaling(margin=1), 16, 16)
+    nn.init.eye_(model.weight)
+    alive = []
+    for _ in range(2):
+        alive.append(int((model(POWERS)[0, :4] != 0).sum()))
+        scaling_state(model).update()
+    assert alive == [4, 3]
 
 
 def test_a_margin_above_the_largest_fp32_number() -> None:

@@ -92,7 +92,8 @@ def _cast_transpose(
                 results.append(("scale_inv", scale_inv[group], used.reciprocal()))
                 results.append(("payload", y[part], saturated(values[part], used, fmt)))
         if failure := _difference(results, activation, format):
-            return f"{failure}, {'in groups of rows' if is_grouped else 'with' if newest[index] else 'without'} history"
+            history = "with history" if newest[index[0]] > 0 else "without history"
+            return f"{failure}, {'in groups of rows' if is_grouped else history}"
     return None
 
 
