@@ -15,6 +15,7 @@ ENVIRONMENT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MALLOC_TRIM_THRESHOLD_
 demo: $(DEMO)
 	$(BIN)/python -m lightning_fp8 fit --config configs/tiny_gpt_fp8.yaml
 	$(BIN)/python -m lightning_fp8 report runs/tiny_gpt_fp8
+	@echo "Next, whether FP8 pays on a GPU: $(BIN)/python -m lightning_fp8 estimate --config configs/gpt_124m_fp8.yaml --compiled"
 
 # Two processes for two cores, as each imports all packages and few tests wait; one thread each, as the tensors of the tests
 # are small. A process runs whole files, so that their fixtures are made only once, in the order of collection, which puts the
