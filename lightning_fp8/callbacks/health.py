@@ -261,11 +261,13 @@ class Verdict:
         findings: what was found, the worst first; empty if the run is healthy.
         layers: how many layers run in FP8.
         steps: how many steps the run has made.
+        thresholds: by condition.
     """
 
     findings: Sequence[Finding]
     layers: int
     steps: int
+    thresholds: Mapping[str, float]
 
     @property
     def status(self) -> Status:
@@ -313,17 +315,21 @@ class Verdict:
             "text": str(self),
             "layers": self.layers,
             "steps": self.steps,
-            "findings": [
-                {
-                    **asdict(finding),
-                    # JSON has no infinity
-                    "value": finding.value if math.isfinite(finding.value) else None,
-                    "what": finding.what,
-                    "meaning": CONDITIONS[finding.condition].meaning,
-                    "status": CONDITIONS[finding.condition].status,
-                }
-                for finding in self.findings
-            ],
+            "findings": [self._as_dict(worst, places) for worst, places in self.groups],
+        }
+
+    def _as_dict(self, worst: Finding, places: Sequence[str]) -> dict[str, Any]:
+        condition = CONDITIONS[worst.condition]
+        return {
+            **asdict(worst),
+            "where": list(places),
+            # JSON has no infinity
+            "value": worst.value if math.isfinite(worst.value) else None,
+            "threshold": self.thresholds[worst.condition],
+            "unit": condition.unit,
+            "what": worst.what,
+            "meaning": condition.meaning,
+            "status": condition.status,
         }
 
 

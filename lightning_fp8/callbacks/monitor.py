@@ -85,7 +85,8 @@ class Fp8Monitor(RunWatcher):
     ``fp8/health/<role>/<quantity>/<which>`` for each role, with ``saturated_fraction/max``,
     ``underflowed_fraction/max``, ``headroom_bits/min`` and ``median`` (not of weights), ``sqnr_db/min`` and ``median``;
     and ``fp8/health/product/sqnr_db/min`` and ``median``. It writes the verdict so far into ``fp8_health.json`` next to
-    the logs, for ``python -m lightning_fp8 report``.
+    the logs, for ``python -m lightning_fp8 report``, with thresholds, units, and whether the run is ``running``, has
+    ``ended`` or ``failed``.
 
     A check takes one copy from the device, and the step before it counts lost numbers; between checks nothing waits for
     the device. With several processes all see the sums over all of them, so all act alike. Products of layers inside
@@ -171,7 +172,7 @@ class Fp8Monitor(RunWatcher):
 
     def verdict(self) -> Verdict:
         """The answer so far."""
-        return Verdict(ordered(self._findings.values()), self._layers, self._steps)
+        return Verdict(ordered(self._findings.values()), self._layers, self._steps, self.thresholds)
 
     # A run of a Trainer
 
@@ -266,7 +267,7 @@ class Fp8Monitor(RunWatcher):
         made = self._steps - began
         if self._watch is not None and self._steps // self.every_n_steps > began // self.every_n_steps:
             rank_zero_info(str(self.verdict()))
-            self._write()
+            self._write("ended")
         elif self._watch is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(
                 f"Fp8Monitor: the run made {made} steps and `every_n_steps` is {self.every_n_steps}, so nothing"
@@ -276,13 +277,13 @@ class Fp8Monitor(RunWatcher):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write()
+        self._write("failed")
         self._stop()
 
     @rank_zero_only
-    def _write(self) -> None:
+    def _write(self, run: str) -> None:
         if self._watch is not None and self._folder is not None and self._steps:
-            write_json(self._folder / HEALTH_FILE, self.verdict().as_dict())
+            write_json(self._folder / HEALTH_FILE, {**self.verdict().as_dict(), "run": run})
 
     @override
     def _stop(self) -> None:
@@ -327,7 +328,7 @@ class Fp8Monitor(RunWatcher):
         held = [key for key, finding in self._findings.items() if finding.holds]
         found = self._diagnosis.find(state, measured, sqnr, data, layers.values(), self._steps, held)
         self._act(state, measured, found)
-        self._write()
+        self._write("running")
         return self._metrics(state, measured, sqnr)
 
     # What is done about it
@@ -375,7 +376,7 @@ class Fp8Monitor(RunWatcher):
         if not new:
             return
         findings = ordered(self._findings[key] for key in new)
-        verdict = Verdict(findings, self._layers, self._steps)
+        verdict = Verdict(findings, self._layers, self._steps, self.thresholds)
         message = f"Fp8Monitor, step {self._steps}: {verdict}{done}"
         if self.action == "raise" and any(finding.where for finding in findings):
             raise RuntimeError(message)

@@ -398,7 +398,7 @@ def test_shares_and_ratios_are_those_of_the_definition() -> None:
     scaling_state(model).update()
     with pytest.MonkeyPatch.context() as patch:
         metrics: dict[str, float] = {}
-        patch.setattr(type(monitor), "_write", lambda self: None)
+        patch.setattr(type(monitor), "_write", lambda self, run: None)
         state = scaling_state(model)
         metrics = monitor._step_ends(model, state)
     casts = []
@@ -447,9 +447,13 @@ def test_the_verdict_is_written_as_the_run_goes(tmp_path: Path) -> None:
         fit(tmp_path, monitor, seeded(Fails), logger=logger)
     written = json.loads((Path(logger.log_dir) / "fp8_health.json").read_text())
     assert (written["status"], written["layers"], written["steps"]) == ("unhealthy", 2, 9)
+    assert written["run"] == "failed"
     (finding,) = (one for one in written["findings"] if one["condition"] == "underflowed")
-    assert (finding["where"], finding["since"], finding["last"], finding["holds"]) == ("net.0.input", 6, 8, True)
+    assert (finding["where"], finding["since"], finding["last"], finding["holds"]) == (["net.0.input"], 6, 8, True)
     assert finding["value"] == pytest.approx(31 / 32)
+    assert (finding["threshold"], finding["unit"]) == (0.1, "share of the nonzero numbers")
+    groups = monitor.verdict().groups
+    assert [(one["what"], one["where"]) for one in written["findings"]] == [(w.what, places) for w, places in groups]
 
 
 # Under a Trainer
