@@ -46,10 +46,7 @@ def remedy(
         return "scale what the layer takes in, such as `x * 2**20`, or leave the layer in bf16"
     text = CONDITIONS[condition].remedy
     if condition == "underflowed" and recipe.scaling("input").kind == "per_tensor":
-        text += (
-            ', or a scale for each block, `precision="fp8-block"`, if the large numbers share no block of 128 with'
-            " those that vanish"
-        )
+        text += ', or `precision="fp8-block"` if the large numbers share no block of 128 with those that vanish'
     names = ", ".join(f'"{layer}"' for layer in named[:_MOST_NAMED])
     bf16 = _in_bf16(named, has_most, state)
     return text.format(recipe=type(recipe).__name__, margin=margin + 1, layers=names, bf16=bf16)

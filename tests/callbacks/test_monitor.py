@@ -160,6 +160,13 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
         {"bursts": ["0.input"]},
         "look at",
     ),
+    "bursts behind an embedding, with which the loss spikes": (
+        DelayedScaling(),
+        lambda step, x: x * (100 if step % 8 == 5 and step > 16 else 1),
+        {"rate": 1e-9, "every": 8, "model": Embedded},
+        {"bursts": ["first.input"]},
+        "look at",
+    ),
     "window": (
         DelayedScaling(amax_history_len=1),
         same_input,
