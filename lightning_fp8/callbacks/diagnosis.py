@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from lightning_fp8.callbacks.health import OF_THE_CAST, OF_THE_SCALE
+from lightning_fp8.callbacks.health import OF_THE_CAST
 from lightning_fp8.callbacks.loss import Loss
 from lightning_fp8.callbacks.watch import Measured, over_processes
 from lightning_fp8.modules.base import Fp8Module
@@ -16,6 +16,8 @@ from lightning_fp8.scaling.state import ScalingState, tensor_name
 _MIN_LOST = 10
 # tensors grow in the first steps of a run: steps above the range count from so many updates on
 _MIN_UPDATES = 100
+# what a resumed run needs besides
+_STATE = ("began", "_finite", "_in_doubt", "_made_it_rise")
 # by condition and by tensor, layer or, for the run, an empty string: what was measured
 Found = dict[tuple[str, str], float]
 
@@ -27,31 +29,41 @@ class Diagnosis:
         thresholds: by condition; others are not looked for.
         checks_in_a_row: at so many checks in a row a share or a ratio must be beyond its threshold.
 
+    What came first decides. Casts lose more where the loss has risen, as all tensors change then: what begins after it
+    counts only if FP8 may have made it rise, or in data, which do not change by it.
+
     Attributes:
         loss: of the run; it gets each step's.
+        began: the step at which the run was begun, or resumed without what it had measured; None: 0.
     """
 
     def __init__(self, thresholds: Mapping[str, float], checks_in_a_row: int) -> None:
         self.thresholds = thresholds
         self.checks_in_a_row = checks_in_a_row
         self.loss = Loss()
+        self.began: int | None = None
+        # at how many checks all was finite, and whether inf or NaN then came before there were enough
+        self._finite = 0
+        self._in_doubt: bool | None = None
+        # whether casts lost too much before the loss rose
+        self._made_it_rise = False
         # how often in a row a condition held at checks, and the step at which a tensor was last updated, by name
         self._in_a_row: dict[tuple[str, str], int] = {}
         self._last_update: dict[str, int] = {}
         # by tensor, of the newest checks: at how many updates it was beyond its range, and of how many
         self._beyond: dict[str, list[tuple[int, int]]] = {}
-        # by tensor, what was far beyond its range since the loss was lowest, before this interval and in it
+        # by input, what was far beyond its range since the loss was lowest and before it rose
         self._bursts: dict[str, float] = {}
-        self._bursts_now: dict[str, float] = {}
 
     def find(
         self,
         state: ScalingState,
         measured: Measured,
         products: dict[str, float],
+        data: Collection[str],
         layers: Iterable[Fp8Module],
         steps: int,
-        has_lost: bool,
+        held: Collection[tuple[str, str]],
     ) -> Found:
         """The conditions that hold now.
 
@@ -59,25 +71,39 @@ class Diagnosis:
             state: of the model.
             measured: of its tensors.
             products: by layer, the signal-to-noise ratio of its product, in dB.
+            data: the layers that take data.
             layers: all converted layers.
             steps: how many the run has made.
-            has_lost: whether casts lost too much at the check before.
+            held: what was found and held at the check before.
         """
         rises = {
             name: value
             for name, value in self.loss.check(over_processes).items()
             if value > self.thresholds.get(name, math.inf)
         }
-        found = self._of_tensors(state, measured, products, "spikes" in rises, steps)
-        of_data = any(where == state.names[0] for _, where in found)
-        if self.loss.has_risen and not (self._bursts or of_data or has_lost):
-            # a loss that rises for another reason makes all tensors grow but those that the data are
-            found = {key: value for key, value in found.items() if key[0] not in OF_THE_SCALE}
+        lossy = {*OF_THE_CAST} - {"nonfinite"}
+        has_lost = any(condition in lossy for condition, _ in held)
+        has_risen = self.loss.checks_risen > 0
+        self._made_it_rise = has_risen and (self._made_it_rise or has_lost or bool(self._bursts))
+        if self.loss.is_lowest:
+            self._bursts = {}
+        names = {tensor_name(layer, "input") for layer in data}
+        found = self._of_tensors(state, measured, products, {*data, *names}, steps)
+        rows = (measured.nonfinite.bool() & state.rows_in_fp8).nonzero().flatten().tolist()
+        lost = {state.names[row] for row in rows} | {state.module_names[state.module_of(row)] for row in rows}
+        # casts of inf and NaN are not counted: what held goes on there
+        found |= {key: math.nan for key in held if key[0] in lossy and key[1] in lost and key not in found}
+        if self._is_in_doubt(bool(rows) or rises.get("diverges") == math.inf, not names.isdisjoint(lost)):
+            found["unmeasured", ""] = float(self._finite)
         training = [layer for layer in layers if layer.training]
         run = {gemm.module for layer in training for gemm in layer.fp8.values()}
         trains = {gemm.module for layer in training for gemm, weight in layer.gemms() if weight.requires_grad}
         found |= self._of_layers(state, measured, run, trains)
-        return found | self._of_loss(found, rises, has_lost)
+        if rises and self._bursts:
+            return found | {("bursts", name): value for name, value in self._bursts.items()}
+        # what the loss does, where no cast explains it
+        explained = has_lost or any(key[0] in OF_THE_CAST for key in found)
+        return found if explained else found | {(name, ""): value for name, value in rises.items()}
 
     def forget(self, changes: Callable[[str], bool]) -> None:
         """Restart the counts of the places for which ``changes`` holds: their scaling has been changed."""
@@ -91,6 +117,7 @@ class Diagnosis:
             "last_update": dict(self._last_update),
             "beyond": {name: list(counts) for name, counts in self._beyond.items()},
             "bursts": dict(self._bursts),
+            **{name: getattr(self, name) for name in _STATE},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -100,19 +127,28 @@ class Diagnosis:
         self._last_update = dict(state_dict["last_update"])
         self._beyond = {name: [*map(tuple, counts)] for name, counts in state_dict["beyond"].items()}
         self._bursts = dict(state_dict["bursts"])
+        vars(self).update({name: state_dict[name] for name in _STATE})
 
     def _of_tensors(
-        self, state: ScalingState, measured: Measured, products: dict[str, float], spikes: bool, steps: int
+        self, state: ScalingState, measured: Measured, products: dict[str, float], data: Collection[str], steps: int
     ) -> Found:
-        """What is wrong with tensors and products; ``spikes``: whether the loss spikes."""
+        """What is wrong with tensors and products; ``data``: the tensors and layers that do not follow the loss."""
         limits, found = self.thresholds, Found()
         m, in_fp8, names = measured, state.rows_in_fp8.tolist(), state.names
         saturated, underflowed = m.saturated_fraction.tolist(), m.underflowed_fraction.tolist()
         log2_scale, log2_amax = m.scale.log2().tolist(), m.amax.log2().tolist()
         uses_history = state.recipe.scaling("input").reads_history
 
+        def is_effect(name: str, checks: int) -> bool:
+            return checks <= self.loss.checks_risen and not self._made_it_rise and name not in data
+
         def lasting(condition: str, name: str, holds: bool, was_seen: bool, value: float) -> None:
-            if was_seen and condition in limits and self._count(condition, name, holds) >= self.checks_in_a_row:
+            if not was_seen or condition not in limits:
+                return
+            times = self._count(condition, name, holds)
+            if holds and is_effect(name, times):
+                self._count(condition, name, False)
+            elif times >= self.checks_in_a_row:
                 found[condition, name] = value
 
         def above(condition: str, value: float) -> bool:
@@ -127,7 +163,7 @@ class Diagnosis:
                 found["nonfinite", name] = float(m.nonfinite[row])
             is_delayed = row < state.delayed
             current = state.precisions[state.module_of(row)].is_current or not uses_history
-            age = steps - self._last_update.setdefault(name, 0)
+            age = steps - self._last_update.setdefault(name, self.began or 0)
             # a layer that records a gradient has recorded its input too, which may be 0
             is_recorded = bool(m.updated[len(state.module_names) + state.module_of(row)])
             is_stale = bool(m.active[row]) and is_delayed and not (current or m.nonfinite[row] or is_recorded)
@@ -156,14 +192,14 @@ class Diagnosis:
             times, of = map(sum, zip(*counts, strict=True))
             kind = "window" if state.recipe.window < 4 or state.recipe.newest_only else "growing"
             is_known = len(counts) >= self.checks_in_a_row and of >= _MIN_UPDATES
-            if is_known and above(kind, times / of):
+            if is_known and above(kind, times / of) and not is_effect(name, 1):
                 found[kind, name] = times / of
             overshoot = float(m.overshoot[row])
-            # where the loss rises, all tensors may be large because of that but those that the data are
-            is_effect = row > 0 and (spikes or self.loss.has_risen)
-            if above("bursts", overshoot) and not is_effect:
-                if row < len(state.module_names):
-                    self._bursts_now[name] = overshoot
+            # in a step, the loss comes after the inputs and before the gradients
+            is_input = row < len(state.module_names)
+            if above("bursts", overshoot) and int(m.since_burst[row]) > self.loss.steps_risen - is_input:
+                if is_input:
+                    self._bursts[name] = overshoot
                 # single steps, so not at checks in a row; the first one may be chance
                 if self._count("bursts", name, True) > 1:
                     found["bursts", name] = overshoot
@@ -172,6 +208,16 @@ class Diagnosis:
         for path, ratio in products.items():
             lasting("product", path, ratio < limits.get("product", -math.inf), True, ratio)
         return found
+
+    def _is_in_doubt(self, is_lost: bool, with_data: bool) -> bool:
+        """Whether inf and NaN are there, and came before there were enough checks to tell whether FP8 is the cause."""
+        if not is_lost:
+            self._finite += 1
+            self._in_doubt = None
+        elif self._in_doubt is None:
+            # no cast makes data inf or NaN
+            self._in_doubt = self._finite < self.thresholds.get("unmeasured", 0) and not with_data
+        return bool(self._in_doubt)
 
     def _of_layers(self, state: ScalingState, measured: Measured, run: set[int], trains: set[int]) -> Found:
         """Layers that do not run, of those in training mode, and those that do not learn, of those with a weight to
@@ -204,15 +250,3 @@ class Diagnosis:
         """At how many checks in a row, this one included, a condition holds."""
         times = self._in_a_row[condition, where] = self._in_a_row.get((condition, where), 0) + 1 if holds else 0
         return times
-
-    def _of_loss(self, found: Found, rises: dict[str, float], has_lost: bool) -> Found:
-        """What the loss does, where no cast explains it; where single casts of inputs may, these."""
-        # in an interval in which the loss diverges, inputs grow because of that
-        bursts = self._bursts if "diverges" in rises else {**self._bursts, **self._bursts_now}
-        self._bursts = {**({} if self.loss.is_lowest else self._bursts), **self._bursts_now}
-        self._bursts_now = {}
-        if rises and bursts:
-            return {("bursts", name): value for name, value in bursts.items()}
-        if has_lost or any(key[0] in OF_THE_CAST for key in found):
-            return Found()
-        return {(name, ""): value for name, value in rises.items()}

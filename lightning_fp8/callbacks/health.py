@@ -23,7 +23,8 @@ class Condition(NamedTuple):
         status: of a run in which it holds now: ``"unhealthy"`` or ``"look at"``; ``"not FP8"`` if FP8 is not the cause.
         what: what is measured, for people; ``{}`` is the measured value.
         meaning: what that means.
-        remedy: what to do; ``{layer}`` is the layer, ``{margin}`` one more than its recipe has.
+        remedy: what to do; ``{layers}`` are the layers, ``{bf16}`` is the line that runs them in bf16, ``{recipe}``
+            that of the run, ``{margin}`` one more than it has.
         source: where the threshold is from.
     """
 
@@ -45,6 +46,15 @@ CONDITIONS: dict[str, Condition] = {
         "The values came in so: a cast makes no finite number inf or NaN. It clips inf, so the loss may look right.",
         "look at the batch of that step and at the learning rate; `Trainer(detect_anomaly=True)` names the operation",
         "a healthy run has none",
+    ),
+    "unmeasured": Condition(
+        3,
+        "checks before",
+        "look at",
+        "cannot tell whether FP8 is the cause: inf or NaN after {:.0f} checks",
+        "What casts lost before that was not measured, or too seldom for a finding.",
+        "resume from an earlier checkpoint, with finite weights, and `Fp8Monitor(every_n_steps=1)`",
+        "ours: as many checks as a share must be found at",
     ),
     "stale": Condition(
         100,
@@ -70,7 +80,7 @@ CONDITIONS: dict[str, Condition] = {
         "unhealthy",
         "{:.1%} of the nonzero numbers became 0",
         "Few large numbers take the range of the format; the others vanish.",
-        '`Fp8Precision(overrides={{"{layer}": "bf16"}})`, or a scale for each block: `precision="fp8-block"`',
+        "{bf16}",
         "the demo stays below 0.12%",
     ),
     "imprecise": Condition(
@@ -79,7 +89,7 @@ CONDITIONS: dict[str, Condition] = {
         "unhealthy",
         "signal to noise of {:.1f} dB",
         "The cast keeps less than three bits of the tensor.",
-        '`Fp8Precision(overrides={{"{layer}": "bf16"}})`',
+        "{bf16}",
         "normally distributed numbers have 31 dB in E4M3 and 25 dB in E5M2; 6 dB are one bit",
     ),
     "product": Condition(
@@ -88,7 +98,7 @@ CONDITIONS: dict[str, Condition] = {
         "unhealthy",
         "signal to noise of the output of {:.1f} dB, against the same product in bf16",
         "Large terms of the product cancel, so the errors of its operands are large beside what is left.",
-        '`Fp8Precision(overrides={{"{layer}": "bf16"}})`',
+        "{bf16}",
         "normally distributed operands have 28 dB in E4M3; 6 dB are one bit",
     ),
     "growing": Condition(
@@ -124,7 +134,7 @@ CONDITIONS: dict[str, Condition] = {
         "look at",
         "{:.1f} bits of the format unused",
         "The scale leaves room above the largest value, which small numbers then lack.",
-        "a smaller `margin`: `DelayedScaling(margin=0)`",
+        "a smaller `margin`: `{recipe}(margin=0)`",
         "ours: a third of the 17.8 bits from the smallest to the largest number of E4M3",
     ),
     "limit": Condition(
@@ -160,7 +170,7 @@ CONDITIONS: dict[str, Condition] = {
         "look at",
         "has not run at {:.0f} checks in a row",
         "The layer is converted, and nothing calls it in training.",
-        '`Fp8Precision(ignore_modules=["{layer}"])` if that is what you want',
+        "`Fp8Precision(ignore_modules=[{layers}])` if that is what you want",
         "ours",
     ),
     "diverges": Condition(
@@ -184,6 +194,9 @@ CONDITIONS: dict[str, Condition] = {
 }
 # conditions whose values are found below their threshold
 LOW = ("imprecise", "product", "tiny")
+# a setting that does not fit comes before what casts lose by it
+CAUSES = ("margin", "window")
+EFFECTS = ("saturated", "underflowed", "imprecise", "product")
 # what current scaling may end, and what bf16 may
 OF_THE_SCALE = ("stale", "saturated", "underflowed", "growing", "window", "bursts", "margin")
 OF_THE_CAST = ("nonfinite", *OF_THE_SCALE, "imprecise", "product", "limit")
@@ -219,7 +232,7 @@ class Finding:
     Attributes:
         condition: its name in :data:`CONDITIONS`.
         where: the tensor, the layer, or empty for the run.
-        since: the step of the check that found it first.
+        since: the step of the check that found it first; of inf and NaN, the first step that had it.
         last: the step of the newest check at which it held.
         value: the worst measured value, in the unit of the condition.
         remedy: what to do.
@@ -247,12 +260,14 @@ class Verdict:
     Attributes:
         findings: what was found, the worst first; empty if the run is healthy.
         layers: how many layers run in FP8.
-        steps: how many steps were seen.
+        steps: how many steps the run has made.
+        thresholds: by condition.
     """
 
     findings: Sequence[Finding]
     layers: int
     steps: int
+    thresholds: Mapping[str, float]
 
     @property
     def status(self) -> Status:
@@ -300,17 +315,21 @@ class Verdict:
             "text": str(self),
             "layers": self.layers,
             "steps": self.steps,
-            "findings": [
-                {
-                    **asdict(finding),
-                    # JSON has no infinity
-                    "value": finding.value if math.isfinite(finding.value) else None,
-                    "what": finding.what,
-                    "meaning": CONDITIONS[finding.condition].meaning,
-                    "status": CONDITIONS[finding.condition].status,
-                }
-                for finding in self.findings
-            ],
+            "findings": [self._as_dict(worst, places) for worst, places in self.groups],
+        }
+
+    def _as_dict(self, worst: Finding, places: Sequence[str]) -> dict[str, Any]:
+        condition = CONDITIONS[worst.condition]
+        return {
+            **asdict(worst),
+            "where": list(places),
+            # JSON has no infinity
+            "value": worst.value if math.isfinite(worst.value) else None,
+            "threshold": self.thresholds[worst.condition],
+            "unit": condition.unit,
+            "what": worst.what,
+            "meaning": condition.meaning,
+            "status": condition.status,
         }
 
 
@@ -328,8 +347,11 @@ def _together(findings: Sequence[Finding]) -> Finding:
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
     """The worst first: those of FP8, what holds now, by condition, by how far they are from the threshold.
 
-    Tensors with inf and NaN come in the order in which they got them, as these spread.
+    A setting that does not fit comes before what casts lose by it. Tensors with inf and NaN come in the order in which
+    they got them, as these spread: in a step weights, inputs, and then gradients.
     """
+    findings = list(findings)
+    lossy = {tensor_of(finding.condition, finding.where) for finding in findings if finding.condition in EFFECTS}
     ranks, names = ("unhealthy", "look at", "not FP8"), list(CONDITIONS)
 
     def key(finding: Finding) -> tuple[Any, ...]:
@@ -337,9 +359,17 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
         worst = finding.value if finding.condition in LOW else -finding.value
         has_spread = finding.condition == "nonfinite"
         holds, number = (True, finding.since) if has_spread else (finding.holds, worst)
-        return ranks.index(condition.status), not holds, names.index(finding.condition), number
+        is_cause = finding.condition in CAUSES and finding.where in lossy
+        is_later = not finding.where.endswith("weight") if has_spread else False
+        rank = -1 if is_cause else ranks.index(condition.status)
+        return rank, not holds, names.index(finding.condition), number, is_later
 
     return sorted(findings, key=key)
+
+
+def tensor_of(condition: str, where: str) -> str:
+    """The tensor where a condition was found; the input for a product."""
+    return f"{where}.input" if condition == "product" else where
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

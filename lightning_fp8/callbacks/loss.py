@@ -17,6 +17,7 @@ _FAR_OF_MEDIANS, _FAR = 3.0, 6.0
 _CHECKS_IN_A_ROW = 3
 # so many losses tell how much they vary
 _RECENT = 50
+_STATE = ("_first", "_lowest", "_recent", "_in_a_row", "_ends_high", "checks_risen")
 
 
 class Loss:
@@ -31,11 +32,14 @@ class Loss:
         self._of_batches: list[Tensor] = []
         self._of_steps: list[Tensor] = []
         self._first: float | None = None
-        self._lowest = 0.0
+        self._lowest = math.inf
         self._recent: list[float] = []
         self._in_a_row = 0
-        # whether the newest interval is the lowest so far, and whether it has risen
-        self.is_lowest = self.has_risen = False
+        self._ends_high = False
+        # whether the newest interval is the lowest so far
+        self.is_lowest = False
+        # for how many checks in a row the loss has risen, and how many steps before the newest check it rose
+        self.checks_risen, self.steps_risen = 0, 0.0
 
     def add(self, loss: Tensor | float | None) -> None:
         """The loss of a batch; those of a step are averaged."""
@@ -58,38 +62,52 @@ class Loss:
         summed = reduce(torch.stack([of_steps, torch.ones_like(of_steps)]), "sum").cpu()
         losses: list[float] = (summed[0] / summed[1]).tolist()
         finite = [loss for loss in losses if math.isfinite(loss)]
-        if 2 * len(finite) < len(losses):
-            self.has_risen = True
-            return {"diverges": float("inf")}
-        median, highest = statistics.median(finite), max(finite)
-        before = self._recent
-        self.is_lowest = self._first is None or median <= self._lowest
-        if self._first is None or len(before) < 2:
+        is_lost = 2 * len(finite) < len(losses)
+        median = math.inf if is_lost else statistics.median(finite)
+        fallen, noise = self._fallen_and_noise()
+        far_of_medians, far = (max(_RISE * fallen, times * noise) for times in (_FAR_OF_MEDIANS, _FAR))
+        has_risen = is_lost or median - self._lowest > far_of_medians
+        # NaN is not below anything
+        is_high = [not loss - self._lowest <= (far_of_medians if has_risen else far) for loss in losses]
+        rose = is_high.index(True) if any(is_high) else len(losses)
+        self.steps_risen = math.inf if rose == 0 and self._ends_high else len(losses) - rose
+        self._ends_high = is_high[-1]
+        self.checks_risen = self.checks_risen + 1 if has_risen or self._ends_high else 0
+        self._in_a_row = self._in_a_row + 1 if has_risen else 0
+        self.is_lowest = not is_lost and median <= self._lowest
+        if is_lost:
+            return {"diverges": math.inf}
+        if fallen == math.inf:
             self._first = self._lowest = median
             self._recent = finite[-_RECENT:]
             return {}
-        low, _, high = statistics.quantiles(before, n=4)
-        # the standard deviation of normally distributed numbers with these quartiles
-        noise = (high - low) / 1.349
-        # a loss that has hardly fallen diverges where it doubles
-        fallen = self._first - self._lowest
-        fallen = fallen if fallen > _FAR_OF_MEDIANS * noise else max(fallen, 2 * abs(self._first))
-        self.has_risen = median - self._lowest > max(_RISE * fallen, _FAR_OF_MEDIANS * noise)
-        self._in_a_row = self._in_a_row + 1 if self.has_risen else 0
         found = {}
         if self._in_a_row >= _CHECKS_IN_A_ROW:
             found["diverges"] = (median - self._lowest) / fallen
-        elif not self.has_risen and highest - median > max(_RISE * fallen, _FAR * noise):
-            found["spikes"] = (highest - median) / fallen
-        if not self.has_risen:
-            self._recent = [*before, *finite][-_RECENT:]
+        elif not has_risen and max(finite) - median > far:
+            found["spikes"] = (max(finite) - median) / fallen
+        if not has_risen:
+            self._recent = [*self._recent, *finite][-_RECENT:]
         self._lowest = min(self._lowest, median)
         return found
 
+    def _fallen_and_noise(self) -> tuple[float, float]:
+        """How far the median has fallen, and the standard deviation of recent losses; inf before there are any."""
+        if self._first is None or len(self._recent) < 2:
+            return math.inf, math.inf
+        low, _, high = statistics.quantiles(self._recent, n=4)
+        # that of normally distributed numbers with these quartiles
+        noise = (high - low) / 1.349
+        fallen = self._first - self._lowest
+        # a loss that has hardly fallen diverges where it doubles
+        return fallen if fallen > _FAR_OF_MEDIANS * noise else max(fallen, 2 * abs(self._first)), noise
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on exactly."""
-        own = {name: getattr(self, name) for name in ("_first", "_lowest", "_recent", "_in_a_row")}
-        return {**own, "_of_steps": [loss.to("cpu", copy=True) for loss in self._of_steps]}
+        return {
+            **{name: getattr(self, name) for name in _STATE},
+            "_of_steps": [loss.to("cpu", copy=True) for loss in self._of_steps],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,7 @@ from typing_extensions import override
 
 from lightning_fp8.callbacks.diagnosis import Diagnosis, Found
 from lightning_fp8.callbacks.health import (
-    CONDITIONS,
     LOW,
-    OF_THE_CAST,
     Finding,
     Verdict,
     checked_thresholds,
@@ -26,7 +25,8 @@ from lightning_fp8.callbacks.health import (
 )
 from lightning_fp8.callbacks.moves import Moves
 from lightning_fp8.callbacks.products import Products, ratios
-from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all, refuse_gather, run_folder
+from lightning_fp8.callbacks.remedies import remedy
+from lightning_fp8.callbacks.run_watcher import RunWatcher, log_to_all, refuse_gather, run_folder, step_of_logs
 from lightning_fp8.callbacks.watch import Measured, Watch, over_processes
 from lightning_fp8.conversion.convert import scaling_state
 from lightning_fp8.conversion.one_state import state_now
@@ -85,7 +85,8 @@ class Fp8Monitor(RunWatcher):
     ``fp8/health/<role>/<quantity>/<which>`` for each role, with ``saturated_fraction/max``,
     ``underflowed_fraction/max``, ``headroom_bits/min`` and ``median`` (not of weights), ``sqnr_db/min`` and ``median``;
     and ``fp8/health/product/sqnr_db/min`` and ``median``. It writes the verdict so far into ``fp8_health.json`` next to
-    the logs, for ``python -m lightning_fp8 report``.
+    the logs, for ``python -m lightning_fp8 report``, with thresholds, units, and whether the run is ``running``, has
+    ``ended`` or ``failed``.
 
     A check takes one copy from the device, and the step before it counts lost numbers; between checks nothing waits for
     the device. With several processes all see the sums over all of them, so all act alike. Products of layers inside
@@ -93,8 +94,9 @@ class Fp8Monitor(RunWatcher):
     warns once and does nothing.
 
     Args:
-        every_n_steps: optimizer steps between two checks. Under a Trainer steps are training batches divided by
-            ``accumulate_grad_batches``, so that they advance even where the Trainer sees no optimizer step.
+        every_n_steps: optimizer steps between two checks. Under a Trainer steps are those of its logs, which a resumed
+            run continues: training batches divided by ``accumulate_grad_batches``, so that they advance even where the
+            Trainer sees no optimizer step.
         action: see above.
         cooldown: steps until a layer comes back; None: never.
         thresholds: by condition, another one, or None not to look for it: ``{"saturated": 0.05, "unused": None}``.
@@ -137,6 +139,7 @@ class Fp8Monitor(RunWatcher):
         self._steps = self._batches = self._layers = 0
         self._is_measuring = False
         self._diagnosis = Diagnosis(self.thresholds, self.checks_in_a_row)
+        self._burst = self.thresholds.get("bursts", math.inf)
         self._moves = Moves()
         self._findings: dict[tuple[str, str], Finding] = {}
         # those that have been reported and still hold
@@ -162,14 +165,14 @@ class Fp8Monitor(RunWatcher):
         # `state_now` does not go through the model at each step; `scaling_state` says what is wrong with it
         state = state_now(model) or scaling_state(model)
         if self._watch is None:
-            self._watch = Watch(state)
+            self._watch = Watch(state, self._burst)
         self._diagnosis.loss.add(loss)
         self._step_ends(model, state)
         self._step_begins(model, state)
 
     def verdict(self) -> Verdict:
         """The answer so far."""
-        return Verdict(ordered(self._findings.values()), self._layers, self._steps)
+        return Verdict(ordered(self._findings.values()), self._layers, self._steps, self.thresholds)
 
     # A run of a Trainer
 
@@ -223,15 +226,19 @@ class Fp8Monitor(RunWatcher):
                 f"Fp8Monitor: under {state.recipe} all layers are scaled by their own values already:"
                 " `action='current'` moves a layer in trouble to bf16, as `action='fallback'` does."
             )
-        self._watch = Watch(state)
+        self._watch = Watch(state, self._burst)
         self._go_on(self._watch)
         self._folder = run_folder(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         state = self._state
-        if state is not None:
-            self._step_begins(pl_module, state)
+        if state is None:
+            return
+        if self._diagnosis.began is None:
+            # a checkpoint without a state of this callback; its step is known only now
+            self._steps = self._diagnosis.began = step_of_logs(trainer)
+        self._step_begins(pl_module, state)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -256,25 +263,27 @@ class Fp8Monitor(RunWatcher):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watch is not None and self._steps >= self.every_n_steps:
+        began = self._diagnosis.began or 0
+        made = self._steps - began
+        if self._watch is not None and self._steps // self.every_n_steps > began // self.every_n_steps:
             rank_zero_info(str(self.verdict()))
-            self._write()
+            self._write("ended")
         elif self._watch is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(
-                f"Fp8Monitor: the run made {self._steps} steps and `every_n_steps` is {self.every_n_steps}, so nothing"
-                f" was checked. Set `every_n_steps` to {max(1, self._steps)} or less."
+                f"Fp8Monitor: the run made {made} steps and `every_n_steps` is {self.every_n_steps}, so nothing"
+                f" was checked. Set `every_n_steps` to {max(1, made)} or less."
             )
         self._stop()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write()
+        self._write("failed")
         self._stop()
 
     @rank_zero_only
-    def _write(self) -> None:
+    def _write(self, run: str) -> None:
         if self._watch is not None and self._folder is not None and self._steps:
-            write_json(self._folder / HEALTH_FILE, self.verdict().as_dict())
+            write_json(self._folder / HEALTH_FILE, {**self.verdict().as_dict(), "run": run})
 
     @override
     def _stop(self) -> None:
@@ -303,6 +312,7 @@ class Fp8Monitor(RunWatcher):
             return {}
         self._diagnosis.loss.step_ends()
         self._moves.step_ends()
+        watch.step_ends()
         self._steps += 1
         if not self._is_measuring:
             return {}
@@ -314,30 +324,34 @@ class Fp8Monitor(RunWatcher):
         self._is_measuring = False
         layers = dict(converted(model))
         self._layers = sum(layer.in_fp8 for layer in layers.values())
-        sqnr = ratios(products, list(layers), state.device)
-        lossy = {*OF_THE_CAST} - {"nonfinite"}
-        has_lost = any(finding.condition in lossy and finding.holds for finding in self._findings.values())
-        found = self._diagnosis.find(state, measured, sqnr, layers.values(), self._steps, has_lost)
+        sqnr, data = ratios(products, list(layers), state.device)
+        held = [key for key, finding in self._findings.items() if finding.holds]
+        found = self._diagnosis.find(state, measured, sqnr, data, layers.values(), self._steps, held)
         self._act(state, measured, found)
-        self._write()
+        self._write("running")
         return self._metrics(state, measured, sqnr)
 
     # What is done about it
 
     def _act(self, state: ScalingState, measured: Measured, found: Found) -> None:
-        new = []
+        new = [key for key in found if key not in self._said]
         for known in self._findings.values():
             known.holds = (known.condition, known.where) in found
+        rows = {name: row for row, name in enumerate(state.names)}
         for (condition, where), value in found.items():
             finding = self._findings.get((condition, where))
-            if (condition, where) not in self._said:
-                new.append((condition, where))
             if finding is None:
-                remedy = self._remedy(state, condition, where)
-                finding = Finding(condition, where, self._steps, self._steps, value, remedy)
-                self._findings[condition, where] = finding
+                # inf and NaN are followed at every step
+                ago = int(measured.since_nonfinite[rows[where]]) - 1 if condition == "nonfinite" else 0
+                since = self._steps - ago
+                finding = self._findings[condition, where] = Finding(condition, where, since, since, value, "")
+            # NaN where it holds without having been measured
             finding.value = min(finding.value, value) if condition in LOW else max(finding.value, value)
             finding.last, finding.holds = self._steps, True
+        for condition in {condition for condition, _ in found}:
+            together = ordered(one for key, one in self._findings.items() if key in found and key[0] == condition)
+            for finding in together:
+                finding.remedy = remedy([one.where for one in together], condition, found, state, self._layers)
         # report bursts and spikes once
         self._said = {*found, *(key for key in self._said if key[0] in ("bursts", "spikes"))}
         returned = self._moves.come_back(state, self.cooldown) if self.cooldown is not None else []
@@ -347,8 +361,13 @@ class Fp8Monitor(RunWatcher):
             active = int(measured.active.view(len(LAYOUT), -1).any(0).sum())
             current, in_bf16 = self._moves.move(state, active, new, self.action)
         self._forget([*returned, *current, *in_bf16])
-        moved = f"\n  With current scaling from now on: {', '.join(current)}." if current else ""
-        moved += f"\n  In bf16 from now on: {', '.join(in_bf16)}." if in_bf16 else ""
+        for moved, to in ((current, "has current scaling"), (in_bf16, "runs in bf16")):
+            for (_, where), finding in self._findings.items():
+                layer = where if where in moved else where.rpartition(".")[0]
+                if layer in moved and finding.holds:
+                    finding.remedy = f"`action={self.action!r}`: {layer} {to} from step {self._steps:,} on"
+        done = f"\n  With current scaling from now on: {', '.join(current)}." if current else ""
+        done += f"\n  In bf16 from now on: {', '.join(in_bf16)}." if in_bf16 else ""
         if returned:
             rank_zero_info(
                 f"Fp8Monitor, step {self._steps}: back to the precision of the run, {self.cooldown} steps after their"
@@ -357,7 +376,8 @@ class Fp8Monitor(RunWatcher):
         if not new:
             return
         findings = ordered(self._findings[key] for key in new)
-        message = f"Fp8Monitor, step {self._steps}: {Verdict(findings, self._layers, self._steps)}{moved}"
+        verdict = Verdict(findings, self._layers, self._steps, self.thresholds)
+        message = f"Fp8Monitor, step {self._steps}: {verdict}{done}"
         if self.action == "raise" and any(finding.where for finding in findings):
             raise RuntimeError(message)
         _warn(message)
@@ -371,17 +391,6 @@ class Fp8Monitor(RunWatcher):
         if layers:
             self._diagnosis.forget(changes)
             self._said = {key for key in self._said if not changes(key[1])}
-
-    def _remedy(self, state: ScalingState, condition: str, where: str) -> str:
-        layer = where if condition in ("product", "unused") else where.rpartition(".")[0]
-        fields = {"layer": layer, "margin": getattr(state.recipe, "margin", 0) + 1}
-        if condition == "limit" and not where.endswith("grad_output"):
-            return "scale what the layer takes in, such as `x * 2**20`, or leave the layer in bf16"
-        if condition == "saturated" and state.recipe.window < 4:
-            condition = "window"
-        if condition == "margin" and getattr(state.recipe, "margin", 0) < 1:
-            return '`precision="fp8-current"`: single steps have far larger values than the others'
-        return CONDITIONS[condition].remedy.format(**fields)
 
     # What is logged
 

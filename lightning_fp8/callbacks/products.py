@@ -20,7 +20,8 @@ ROWS = 64
 
 class Products:
     """Sums of signal and noise between :meth:`start` and :meth:`stop`, by module path: of the first call of each linear
-    layer, in training. No scale, gradient or random number changes by it."""
+    layer, in training; and whether its input is data, which no training changes. No scale, gradient or random number
+    changes by it."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
@@ -34,7 +35,7 @@ class Products:
                 self._hooks.append(layer.register_forward_hook(self._measuring(path), with_kwargs=True))
 
     def stop(self) -> dict[str, Tensor]:
-        """``[2] float64`` by module path: ``sum(y^2)`` and ``sum((y_fp8 - y)^2)``."""
+        """``[3] float64`` by module path: ``sum(y^2)``, ``sum((y_fp8 - y)^2)``, and 1 if the input is data."""
         for hook in self._hooks:
             hook.remove()
         sums, self._hooks, self._sums = self._sums, [], {}
@@ -46,24 +47,28 @@ class Products:
             is_first = path not in self._sums and torch._C._current_graph_task_id() == -1
             x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if is_first and layer.training and x is not None and isinstance(output, Tensor) and output.numel():
-                self._sums[path] = _signal_and_noise(layer, x, output)
+                # in a forward that backward repeats, no tensor has a gradient
+                is_data = torch.is_grad_enabled() and not x.requires_grad
+                self._sums[path] = _signal_and_noise(layer, x, output, is_data)
 
         return measure
 
 
 @torch.no_grad()
-def _signal_and_noise(layer: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+def _signal_and_noise(layer: nn.Module, x: Tensor, output: Tensor, is_data: bool) -> Tensor:
     rows, of_output = (tensor.detach().reshape(-1, tensor.shape[-1])[:ROWS] for tensor in (x, output))
     with torch.autocast(output.device.type, torch.bfloat16):
         exact = layer.plain_class.forward(layer, rows)  # type: ignore[operator, union-attr]
-    return torch.stack(signal_and_noise(of_output, exact))
+    signal, noise = signal_and_noise(of_output, exact)
+    return torch.stack([signal, noise, torch.full_like(signal, is_data)])
 
 
-def ratios(sums: dict[str, Tensor], paths: Sequence[str], device: torch.device) -> dict[str, float]:
-    """The signal-to-noise ratio of each layer's product over all processes, in dB."""
+def ratios(sums: dict[str, Tensor], paths: Sequence[str], device: torch.device) -> tuple[dict[str, float], set[str]]:
+    """The signal-to-noise ratio of each layer's product over all processes, in dB, and the layers that take data."""
     # zeros for a layer that this process has not run
-    empty = torch.zeros(2, dtype=torch.float64, device=device)
+    empty = torch.zeros(3, dtype=torch.float64, device=device)
     together = over_processes(torch.stack([sums.get(path, empty) for path in paths]), "sum")
-    signal, noise = together.cpu().unbind(dim=1)
+    signal, noise, is_data = together.cpu().unbind(dim=1)
     decibels = (10 * torch.log10(signal / noise)).tolist()
-    return {path: ratio for path, ratio in zip(paths, decibels, strict=True) if ratio == ratio}
+    with_data = {path for path, number in zip(paths, is_data.tolist(), strict=True) if number}
+    return {path: ratio for path, ratio in zip(paths, decibels, strict=True) if ratio == ratio}, with_data

@@ -72,12 +72,17 @@ def refuse_gather(trainer: Trainer, setup: str, instead: str) -> None:
 
 def log_to_all(trainer: Trainer, metrics: Mapping[str, float]) -> int:
     """Log to every logger, on rank 0; returns the step under which it is logged."""
-    # the step axis of Lightning's own callbacks
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    step = step_of_logs(trainer)
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(dict(metrics), step=step)
     return step
+
+
+def step_of_logs(trainer: Trainer) -> int:
+    """The step axis of Lightning's own callbacks, which a resumed run continues: ``global_step``, but a batch for which
+    several optimizers step counts once."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def run_folder(trainer: Trainer) -> Path | None:

@@ -18,7 +18,10 @@ from lightning_fp8.scaling.statistics import cast_counts, cast_noise, headroom_b
 # a scale and its inverse are rounded, so a value may be above the range by this much without being clipped
 _ROUNDING = 1 + 2**-16
 # what an update counts, and how it goes on when rows are arranged anew
-_PER_ROW = ("_updates", "_nonfinite_in_a_row", "_most_in_a_row", "_beyond", "_overshoot")
+_PER_ROW = (
+    *("_updates", "_nonfinite_in_a_row", "_most_in_a_row", "_beyond", "_overshoot"),
+    *("_since_nonfinite", "_since_burst"),
+)
 
 
 class Measured(NamedTuple):
@@ -33,6 +36,9 @@ class Measured(NamedTuple):
         with_gradient: whether the weight of its layer got a gradient that is not zero.
         beyond: at how many of these updates its amax was beyond the range of its scale, int64.
         overshoot: the largest amax relative to the range of its scale.
+        since_nonfinite: of the steps since the check before, how many there were from the first on that had inf or NaN,
+            int64.
+        since_burst: the same for a burst.
         numbers: numbers that casts of this step took, int64.
         saturated: of these, those that were clipped, int64.
         nonzero: those that were not zero, int64.
@@ -50,6 +56,8 @@ class Measured(NamedTuple):
     with_gradient: Tensor
     beyond: Tensor
     overshoot: Tensor
+    since_nonfinite: Tensor
+    since_burst: Tensor
     numbers: Tensor
     saturated: Tensor
     nonzero: Tensor
@@ -74,9 +82,14 @@ class Watch:
     """Follows the updates of a scaling state. Between checks nothing waits for the device.
 
     The amax alone does not show whether a tensor is in use, because a lost amax is one of the faults to find.
+
+    Args:
+        state: to be followed.
+        burst: an amax that is so many times the range of its scale is a burst.
     """
 
-    def __init__(self, state: ScalingState) -> None:
+    def __init__(self, state: ScalingState, burst: float) -> None:
+        self._burst = burst
         self._begin(state)
         state.model.before_update.append(self._see_update)
 
@@ -89,6 +102,8 @@ class Watch:
             self._most_in_a_row = torch.zeros_like(self._updates)
             self._beyond = torch.zeros_like(self._updates)
             self._overshoot = torch.zeros(count, dtype=torch.float32, device=state.device)
+            self._since_nonfinite = torch.zeros_like(self._updates)
+            self._since_burst = torch.zeros_like(self._updates)
             self._with_gradient = torch.zeros(len(state.module_names), dtype=torch.bool, device=state.device)
         self._seen = state.updates
 
@@ -155,6 +170,11 @@ class Watch:
         self._beyond[delayed] += beyond > _ROUNDING
         self._overshoot[delayed] = torch.maximum(self._overshoot[delayed], beyond)
 
+    def step_ends(self) -> None:
+        """Count a step."""
+        self._since_nonfinite += self._most_in_a_row > 0
+        self._since_burst += self._overshoot > self._burst
+
     @torch.no_grad()
     def on_gradients(self, model: nn.Module) -> None:
         """Note which layers have a gradient; to be called before gradients are set to zero."""
@@ -179,7 +199,7 @@ class Watch:
         waiting = (state.fill_sharers(state.amax.data) != 0) & (self._seen == state.updates)
         by_layer = self._with_gradient.repeat(roles)
         sums = [*cast_counts(state).unbind(1), *cast_noise(state).unbind(1), waiting, by_layer]
-        most = [self._updates, self._most_in_a_row, self._beyond, self._overshoot]
+        most = [getattr(self, name) for name in _PER_ROW if name != "_nonfinite_in_a_row"]
         # where scales are not reduced, each process may see different steps; float64 holds the counts
         summed = reduce(torch.stack([column.double() for column in sums]), "sum")
         largest = reduce(torch.stack([column.double() for column in most]), "max")
@@ -187,7 +207,7 @@ class Watch:
         own = torch.stack([column.double() for column in (newest, state.scale, state.fp8_max)])
         copied = torch.cat([summed, largest, own]).cpu()
         numbers, saturated, nonzero, underflowed, signal, noise, waits, grads, *rest = copied
-        updated, nonfinite, beyond, overshoot, amax, scale, fp8_max = rest
+        updated, nonfinite, beyond, overshoot, since_nonfinite, since_burst, amax, scale, fp8_max = rest
         is_delayed = torch.arange(len(state.names), device="cpu") < state.delayed
         was_updated = (updated > 0) & is_delayed
         # a layer is in use if its input was updated; of its gradient that says nothing
@@ -203,6 +223,8 @@ class Watch:
             with_gradient=grads > 0,
             beyond=beyond.long(),
             overshoot=overshoot,
+            since_nonfinite=since_nonfinite.long(),
+            since_burst=since_burst.long(),
             numbers=numbers.long(),
             saturated=saturated.long(),
             nonzero=nonzero.long(),
@@ -213,8 +235,8 @@ class Watch:
             headroom=headroom_bits(fp8_max, amax, scale).where(is_delayed, float("nan")),
         )
         self._seen = state.updates
-        for counter in (self._updates, self._beyond, self._overshoot, self._with_gradient):
-            counter.zero_()
+        for name in ("_updates", "_beyond", "_overshoot", "_since_nonfinite", "_since_burst", "_with_gradient"):
+            getattr(self, name).zero_()
         # a streak may continue
         self._most_in_a_row = self._nonfinite_in_a_row.clone()
         return measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from watched_models import EvalLayer, Growing, NormalisedEvalLayer, Poisoned, Vanishing, only
 
 from lightning_fp8 import (
+    BlockScaling,
     CurrentScaling,
     DelayedScaling,
     Fp8Monitor,
@@ -81,7 +83,7 @@ def trained(
     rate: float = 1e-3,
     scale: float = 1.0,
     ascends_from: int = 1000,
-    spikes: tuple[int, ...] = (),
+    spikes: Collection[int] = (),
 ) -> Fp8Monitor:
     """Train with SGD on ``inputs(step, x)``, with the loss times ``scale``; from a step on, the loss is increased."""
     optimizer, generator = torch.optim.SGD(model.parameters(), rate), torch.Generator().manual_seed(0)
@@ -104,6 +106,23 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
 
 
+class Embedded(nn.Module):
+    """Before the first layer in FP8 there is a table that is trained, so nothing that a layer takes is data; before the
+    last one there is NaN where ``nan_at`` says so."""
+
+    def __init__(self, *nan_at: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.eye(32))
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.nan_at, self.steps = nan_at, -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x = torch.relu(self.first(x.float() @ self.table))
+        return self.last(x * (float("nan") if self.steps in self.nan_at else 1))
+
+
 class Spare(nn.Module):
     """With a layer that nothing calls, and one behind which everything is zero."""
 
@@ -118,6 +137,10 @@ class Spare(nn.Module):
 
 def same_input(step: int, x: Tensor) -> Tensor:
     return x
+
+
+def one_large_column(step: int, x: Tensor) -> Tensor:
+    return torch.where(torch.arange(32) == 0, 3e6, x)
 
 
 # by name: the recipe, the inputs by step, other settings; what is found, and the status of the run
@@ -137,6 +160,13 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
         {"bursts": ["0.input"]},
         "look at",
     ),
+    "bursts behind an embedding, with which the loss spikes": (
+        DelayedScaling(),
+        lambda step, x: x * (100 if step % 8 == 5 and step > 16 else 1),
+        {"rate": 1e-9, "every": 8, "model": Embedded},
+        {"bursts": ["first.input"]},
+        "look at",
+    ),
     "window": (
         DelayedScaling(amax_history_len=1),
         same_input,
@@ -153,9 +183,16 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
     ),
     "few large values": (
         DelayedScaling(),
-        lambda step, x: torch.where(torch.arange(32) == 0, 3e6, x),
+        one_large_column,
         {"rate": 1e-15},
         {"underflowed": ["0.input"]},
+        "unhealthy",
+    ),
+    "few large values, and then NaN": (
+        DelayedScaling(),
+        lambda step, x: one_large_column(step, x) * (float("nan") if step > 30 else 1),
+        {"rate": 1e-15},
+        {"underflowed": ["0.input"], "nonfinite": ["0.input"]},
         "unhealthy",
     ),
     "tiny gradients": (
@@ -179,6 +216,20 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
         {"nonfinite": ["0.input"]},
         "not FP8",
     ),
+    "a NaN in an early batch": (
+        DelayedScaling(),
+        lambda step, x: x * (float("nan") if step == 2 else 1),
+        {},
+        {"nonfinite": ["0.input"]},
+        "not FP8",
+    ),
+    "NaN between the layers, early": (
+        DelayedScaling(),
+        same_input,
+        {"every": 8, "model": lambda: Embedded(18)},
+        {"unmeasured": [""], "nonfinite": ["last.input"]},
+        "look at",
+    ),
     "spikes of the loss": (
         DelayedScaling(),
         same_input,
@@ -193,6 +244,20 @@ RUNS: dict[str, tuple[Recipe, Any, dict[str, Any], dict[str, list[str]], str]] =
         {},
         "not FP8",
     ),
+    "the learning rate, behind an embedding": (
+        DelayedScaling(),
+        same_input,
+        {"rate": 0.4, "ascends_from": 96, "steps": 128, "every": 8, "model": Embedded},
+        {},
+        "not FP8",
+    ),
+    "few large values after the loss has risen": (
+        CurrentScaling(),
+        lambda step, x: one_large_column(step, x) if step > 40 else x,
+        {"rate": 1e-18, "spikes": range(24, 64), "steps": 64, "model": Embedded},
+        {"diverges": [""]},
+        "not FP8",
+    ),
 }
 
 
@@ -201,7 +266,8 @@ def test_what_is_wrong_is_found_and_nothing_else(name: str, recwarn: Any) -> Non
     recipe, inputs, options, expected, status = RUNS[name]
     options = dict(options)
     monitor = Fp8Monitor(options.pop("every", 4))
-    trained(convert(mlp(), recipe), monitor, options.pop("steps", 48), inputs, **options)
+    model = options.pop("model", mlp)()
+    trained(convert(model, recipe), monitor, options.pop("steps", 48), inputs, **options)
     verdict = monitor.verdict()
     assert verdict.status == status, str(verdict)
     places = found(monitor)
@@ -255,13 +321,63 @@ def test_equal_largest_values_are_not_clipped() -> None:
 def test_a_loss_that_bursts_have_ruined_is_not_called_another_causes() -> None:
     """One batch of large values, clipped under delayed scaling, after which the loss stays high."""
     monitor, model = Fp8Monitor(4), convert(mlp())
-    trained(model, monitor, 24, same_input, rate=0.05)
-    monitor._diagnosis._bursts = {"0.input": 200.0}
+    trained(model, monitor, 24, lambda step, x: x * (200 if step == 21 else 1), rate=1e-9)
     with torch.no_grad():
         model[2].bias.add_(10)
     verdict = trained(model, monitor, 16, same_input, rate=1e-9).verdict()
     assert verdict.status != "not FP8"
     assert "0.input" in found(monitor)["bursts"]
+
+
+def test_where_inf_and_nan_came_in_whatever_the_order_of_the_layers() -> None:
+    monitor, model = Fp8Monitor(8), Embedded(26)
+    verdict = trained(convert(model), monitor, 40, same_input).verdict()
+    assert verdict.status == "not FP8"
+    since = {finding.where: finding.since for finding in verdict.findings}
+    # the table and the weights have it from the gradients
+    assert since == {
+        **{"last.input": 27, "first.grad_output": 27, "last.grad_output": 27},
+        **{"first.weight": 28, "last.weight": 28, "first.input": 28},
+    }
+
+
+def test_weights_with_nan_from_the_start() -> None:
+    model = convert(mlp())
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    verdict = trained(model, Fp8Monitor(4), 24, same_input).verdict()
+    assert verdict.status == "look at"
+    assert "cannot tell whether FP8 is the cause: inf or NaN after 0 checks (from step 4)" in str(verdict)
+    nonfinite = next(finding for finding in verdict.findings if finding.condition == "nonfinite")
+    # a loop of one's own is followed from its second step on
+    assert (nonfinite.where.endswith("weight"), nonfinite.since) == (True, 2)
+    assert "the weights held inf or NaN before any other tensor: go back to an earlier checkpoint" in nonfinite.remedy
+
+
+IN_BLOCKS = "share no block of 128"
+# by recipe: the first finding, the beginning of its remedy, and whether blocks are another
+REMEDIES: list[tuple[Recipe, str, str, bool]] = [
+    (DelayedScaling(), "underflowed", '`Fp8Precision(overrides={"0": "bf16"})`, or', True),
+    (BlockScaling(), "underflowed", '`Fp8Precision(recipe=BlockScaling(), overrides={"0": "bf16"})`', False),
+    (DelayedScaling(margin=16), "margin", "a smaller `margin`: `DelayedScaling(margin=0)`", False),
+    (CurrentScaling(margin=16), "underflowed", "a smaller `margin`: `CurrentScaling(margin=0)`", False),
+    (DelayedScaling(amax_history_len=1), "window", "`DelayedScaling(amax_history_len=16)`", False),
+]
+
+
+@pytest.mark.parametrize(("recipe", "first", "begins", "blocks"), REMEDIES, ids=lambda value: repr(value)[:30])
+def test_remedies_are_those_of_the_recipe_in_use(recipe: Recipe, first: str, begins: str, blocks: bool) -> None:
+    def inputs(step: int, x: Tensor) -> Tensor:
+        if first == "window":
+            return x * 10.0 ** (step % 3)
+        return x if getattr(recipe, "margin", 0) else one_large_column(step, x)
+
+    verdict = trained(convert(mlp(), recipe), Fp8Monitor(3), 120, inputs, rate=1e-15).verdict()
+    assert (verdict.status, verdict.findings[0].condition) == ("unhealthy", first), str(verdict)
+    of_input = [one for one in verdict.findings if one.where in ("0.input", "0") and one.condition != "bursts"]
+    assert all(one.remedy.startswith(begins.removesuffix(", or")) for one in of_input), str(verdict)
+    assert verdict.findings[0].remedy.startswith(begins)
+    assert (IN_BLOCKS in str(verdict)) == blocks
 
 
 def test_without_updates_of_scales_all_are_stale(tmp_path: Path) -> None:
@@ -289,7 +405,7 @@ def test_shares_and_ratios_are_those_of_the_definition() -> None:
     scaling_state(model).update()
     with pytest.MonkeyPatch.context() as patch:
         metrics: dict[str, float] = {}
-        patch.setattr(type(monitor), "_write", lambda self: None)
+        patch.setattr(type(monitor), "_write", lambda self, run: None)
         state = scaling_state(model)
         metrics = monitor._step_ends(model, state)
     casts = []
@@ -338,9 +454,13 @@ def test_the_verdict_is_written_as_the_run_goes(tmp_path: Path) -> None:
         fit(tmp_path, monitor, seeded(Fails), logger=logger)
     written = json.loads((Path(logger.log_dir) / "fp8_health.json").read_text())
     assert (written["status"], written["layers"], written["steps"]) == ("unhealthy", 2, 9)
+    assert written["run"] == "failed"
     (finding,) = (one for one in written["findings"] if one["condition"] == "underflowed")
-    assert (finding["where"], finding["since"], finding["last"], finding["holds"]) == ("net.0.input", 6, 8, True)
+    assert (finding["where"], finding["since"], finding["last"], finding["holds"]) == (["net.0.input"], 6, 8, True)
     assert finding["value"] == pytest.approx(31 / 32)
+    assert (finding["threshold"], finding["unit"]) == (0.1, "share of the nonzero numbers")
+    groups = monitor.verdict().groups
+    assert [(one["what"], one["where"]) for one in written["findings"]] == [(w.what, places) for w, places in groups]
 
 
 # Under a Trainer
@@ -427,6 +547,8 @@ def test_fallback_moves_the_layer_and_a_resumed_run_keeps_it(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match=r"(?s)became 0.*\n  In bf16 from now on: net.0\."):
         trainer.fit(model, loader())
     assert scaling_state(model).fallbacks == ("net.0",)
+    (finding,) = trainer.callbacks[0].verdict().findings
+    assert finding.remedy == "`action='fallback'`: net.0 runs in bf16 from step 2 on"
     trainer.save_checkpoint(tmp_path / "fallen.ckpt")
     with pytest.warns(UserWarning, match="In bf16 from now on"):
         whole = fit(tmp_path, vanishing("fallback"), seeded(Vanishing), max_epochs=4)
@@ -548,6 +670,15 @@ def test_a_resumed_run_goes_on_exactly(name: str, at: int, tmp_path: Path, recwa
     assert resumed.state_dict()["in_a_row"] == whole.state_dict()["in_a_row"]
     ours, theirs = scaling_state(model), scaling_state(expected)
     assert (ours.fallbacks, ours.current_modules) == (theirs.fallbacks, theirs.current_modules)
+
+
+def test_steps_are_those_of_the_logs_whoever_wrote_the_checkpoint(tmp_path: Path) -> None:
+    steps(tmp_path, KeepOne(tmp_path / "5.ckpt", 5), model=Vanishing)
+    monitor = Fp8Monitor(2, thresholds=only(underflowed=0.5, stale=4), checks_in_a_row=1)
+    with pytest.warns(UserWarning, match=r"Fp8Monitor, step 6: FP8: unhealthy, 1 finding \(2 layers, 6 steps\)"):
+        steps(tmp_path, monitor, model=Vanishing, start=5)
+    (finding,) = monitor.verdict().findings
+    assert (finding.since, finding.last, monitor.verdict().steps) == (6, 12, 12)
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:

@@ -322,10 +322,10 @@ def test_many_tensors_share_lines_of_the_heat_map_by_role() -> None:
 # the verdict
 
 
-def found(condition: str, where: str = "", **kwargs: Any) -> dict[str, Any]:
+def found(condition: str, *where: str, **kwargs: Any) -> dict[str, Any]:
     """One finding as ``Fp8Monitor`` writes it."""
     return {
-        **{"condition": condition, "where": where, "since": 8, "last": 16, "value": 0.5, "holds": True},
+        **{"condition": condition, "where": [*where], "since": 8, "last": 16, "value": 0.5, "holds": True},
         **{
             "what": f"{condition}!",
             "meaning": "because",
@@ -337,7 +337,8 @@ def found(condition: str, where: str = "", **kwargs: Any) -> dict[str, Any]:
 
 
 def verdict_of(*all_found: dict[str, Any], status: str = "unhealthy", text: str = "FP8: sick") -> dict[str, Any]:
-    return {"status": status, "text": f"{text}\n more", "layers": 2, "steps": 16, "findings": [*all_found]}
+    text = f"{text}\n more"
+    return {"status": status, "text": text, "run": "ended", "layers": 2, "steps": 16, "findings": [*all_found]}
 
 
 class FailsAt(Callback):
@@ -359,6 +360,7 @@ def test_the_verdict_of_a_real_run(tmp_path: Path, last: int | None) -> None:
     assert headline(run) == str(monitor.verdict()).splitlines()[0]
     assert headline(run).startswith("FP8: ")
     assert f"2 layers, {last or 16} steps" in headline(run)
+    assert run.health["run"] == ("failed" if last else "ended")
     assert [shown.what for shown in findings(run)] == [worst.what for worst, _ in monitor.verdict().groups]
     # while the run goes on, its logger may not have written yet
     (Path(logger.log_dir) / "metrics.csv").unlink()
@@ -375,12 +377,12 @@ def test_without_a_verdict_none_is_invented() -> None:
     assert "no layer runs in FP8 under precision bf16-mixed" in in_bf16
 
 
-def test_findings_of_one_condition_are_one() -> None:
+def test_findings_are_shown_as_the_monitor_has_them() -> None:
     ended = {"holds": False, "status": "look at"}
     health = verdict_of(
-        *(found("saturated", f"{name}.input", since=1200 + number) for number, name in enumerate("abcde")),
+        found("saturated", *(f"{name}.input" for name in "abcde"), since=1200),
         found("bursts", "a.input", **ended),
-        found("spikes", since=16, remedy="look", status="not FP8", holds=False),
+        found("spikes", "", since=16, remedy="look", status="not FP8", holds=False),
     )
     run = run_of({}, health=health)
     assert headline(run) == "FP8: sick"

@@ -32,9 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_trainer(Path(), logger=loggers, log_every_n_steps=1, callbacks=callbacks).fit(seeded(), loader())
     folder = Path(loggers[0].log_dir)
     (folder / "hparams.yaml").write_text(json.dumps(HPARAMS))
-    finding = dict.fromkeys(("condition", "where", "what", "meaning", "remedy", "status"), "stale")
+    finding = dict.fromkeys(("condition", "what", "meaning", "remedy", "status"), "stale")
     verdict = json.loads((folder / "fp8_health.json").read_text())
-    verdict["findings"] += [{**finding, "since": 1, "last": 2, "value": 0.5, "holds": True}]
+    verdict["findings"] += [{**finding, "where": ["a.input"], "since": 1, "last": 2, "value": 0.5, "holds": True}]
     (folder / "fp8_health.json").write_text(json.dumps(verdict))
     shutil.copytree(loggers[1].log_dir, folder / "events")
     return folder
@@ -89,7 +89,8 @@ def rows(**wrong: Any) -> str:
 
 def verdict(**wrong: Any) -> str:
     """A verdict of ``Fp8Monitor`` in which one field is wrong."""
-    return json.dumps({"status": "healthy", "text": "FP8: healthy", "layers": 1, "steps": 4, "findings": [], **wrong})
+    fields = {"run": "ended", "text": "FP8: healthy", "layers": 1, "steps": 4, "findings": []}
+    return json.dumps({"status": "healthy", **fields, **wrong})
 
 
 BOMB, MERGES = (
@@ -116,7 +117,7 @@ WRONG = {
     "fp8_health.json": [
         ("{}", r"`content\.status` must be one of healthy, look at, unhealthy, not FP8, got None"),
         ('{"status": ["healthy"]}', r"`content\.status` must be one of .*, got \['healthy'\]"),
-        (verdict(findings=[{"condition": "stale"}]), r"`content\.findings\[0\]\.where` must be text, got None"),
+        (verdict(findings=[{"condition": "stale"}]), r"`content\.findings\[0\]\.what` must be text, got None"),
         (verdict(steps="many"), r"`content\.steps` must be a whole number of at least 0, got 'many'"),
         (verdict(findings=None), r"`content\.findings` must be a list, got None"),
     ],

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +120,19 @@ def opened_runs(browser: Browser, trained: tuple[Path, list[Run]]) -> Iterator[O
     opened.check()
 
 
-def found(condition: str, where: str, status: str, holds: bool = True) -> dict[str, Any]:
+def found(condition: str, where: Sequence[str], status: str, holds: bool = True) -> dict[str, Any]:
     """One finding as ``Fp8Monitor`` writes it."""
     remedy = "`DelayedScaling(margin=1)`, or another `margin`"
     texts = {"what": f"{condition} by half", "meaning": "too large", "remedy": remedy, "status": status}
-    return {"condition": condition, "where": where, "since": 9, "last": 29, "value": 0.5, "holds": holds, **texts}
+    return {"condition": condition, "where": [*where], "since": 9, "last": 29, "value": 0.5, "holds": holds, **texts}
 
 
 SICK = [
-    *(found("saturated", f"blocks.{block}.mlp.up.input", "unhealthy") for block in range(5)),
-    found("underflowed", "blocks.0.mlp.up.weight", "unhealthy", holds=False),
-    *(found(condition, "blocks.0.mlp.up.input", "look at") for condition in ("bursts", "margin", "tiny", "dead")),
+    found("saturated", [f"blocks.{block}.mlp.up.input" for block in range(5)], "unhealthy"),
+    found("underflowed", ["blocks.0.mlp.up.weight"], "unhealthy", holds=False),
+    *(found(condition, ["blocks.0.mlp.up.input"], "look at") for condition in ("bursts", "margin", "tiny", "dead")),
 ]
-OTHER = [found("diverges", "", "not FP8")]
+OTHER = [found("diverges", [""], "not FP8")]
 VERDICTS = {
     "healthy": ("FP8: healthy (24 layers, 2,000 steps)", []),
     "unhealthy": ("FP8: unhealthy, 6 findings (24 layers, 2,000 steps)", SICK),
@@ -145,6 +145,7 @@ def folder_of(tmp_path: Path, status: str) -> Path:
     folder = write_metrics(tmp_path / status.replace(" ", "_"), tensor_metrics(tensor_names(60), 5))
     text, all_found = VERDICTS[status]
     verdict = {"status": status, "text": f"{text}\n  more", "layers": 24, "steps": 2000, "findings": all_found}
+    verdict["run"] = "ended"
     (folder / "fp8_health.json").write_text(json.dumps(verdict))
     return folder
 
@@ -347,8 +348,8 @@ def test_names_are_text_whatever_they_hold(browser: Browser, tmp_path: Path) -> 
     record = {"precision": EVIL, "modules": [EVIL], "layers": [layer], "environment": {EVIL: EVIL}}
     (folder / "fp8_run.json").write_text(json.dumps(record))
     texts = dict.fromkeys(("what", "meaning", "status"), EVIL)
-    finding = {**found("saturated", names[0], ""), **texts, "remedy": f"`{EVIL}`"}
-    verdict = {"status": "unhealthy", "text": EVIL, "layers": 1, "steps": 1, "findings": [finding]}
+    finding = {**found("saturated", names[:1], ""), **texts, "remedy": f"`{EVIL}`"}
+    verdict = {"status": "unhealthy", "text": EVIL, "run": "ended", "layers": 1, "steps": 1, "findings": [finding]}
     (folder / "fp8_health.json").write_text(json.dumps(verdict))
     opened = open_runs(browser, tmp_path, folder)
     assert EVIL not in opened.path.read_text()

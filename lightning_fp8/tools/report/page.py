@@ -48,6 +48,8 @@ def _of_run(run: Run, number: int) -> dict[str, Any]:
         for place, shown in enumerate(found[:MOST_SHOWN])
     ]
     about = [run.precision or "precision not recorded", run.note]
+    if "run" in run.health:
+        about.append(f"{run.health['run']} at step {run.health['steps']:,}")
     if run.scalars:
         about.append(f"logged up to step {max(series.steps[-1] for series in run.scalars.values()):,}")
     if "parameters" in run.record:

@@ -37,12 +37,12 @@ _RECORD = {
     "schedule": [str],
 }
 _FINDING = {
-    **dict.fromkeys(("condition", "where", "what", "meaning", "remedy", "status"), str),
-    **{"since": int, "last": int, "holds": bool},
+    **dict.fromkeys(("condition", "what", "meaning", "remedy", "status"), str),
+    **{"where": [str], "since": int, "last": int, "holds": bool},
 }
 _HEALTH = {
     "status": ("healthy", "look at", "unhealthy", "not FP8"),
-    **{"text": str, "layers": int, "steps": int, "findings": [_FINDING]},
+    **{"run": ("running", "ended", "failed"), "text": str, "layers": int, "steps": int, "findings": [_FINDING]},
 }
 # may be null or missing
 _OPTIONAL = {*_RECORD, "expected"}

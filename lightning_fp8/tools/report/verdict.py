@@ -43,7 +43,7 @@ _OF_THE_LOSS = ("diverges", "spikes")
 
 @dataclass
 class Shown:
-    """One finding, or several of one condition, as the page shows them.
+    """A finding, as the page shows it.
 
     Attributes:
         what: what was measured, at the worst place.
@@ -74,29 +74,26 @@ def headline(run: Run) -> str:
 
 
 def findings(run: Run) -> list[Shown]:
-    """The findings by condition, the worst first, as the monitor has ordered them."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for finding in run.health.get("findings", ()):
-        groups.setdefault(finding["condition"], []).append(finding)
-    return [_shown(run, group) for group in groups.values()]
+    """The findings, the worst first, as the monitor has ordered them."""
+    return [_shown(run, finding) for finding in run.health.get("findings", ())]
 
 
-def _shown(run: Run, group: Sequence[dict[str, Any]]) -> Shown:
-    worst, places = group[0], [finding["where"] for finding in group]
+def _shown(run: Run, finding: dict[str, Any]) -> Shown:
+    places = finding["where"]
     more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
-    since, last = f"{worst['since']:,}", f"{worst['last']:,}"
+    since, last = f"{finding['since']:,}", f"{finding['last']:,}"
     ended = f"at step {since}" if since == last else f"from step {since} to {last}"
-    chart = _chart(run, worst["condition"], places)
+    chart = _chart(run, finding["condition"], places)
     if chart is not None:
-        chart.switches = [Switch(worst["since"], "found", 1)]
+        chart.switches = [Switch(finding["since"], "found", 1)]
     return Shown(
-        worst["what"],
+        finding["what"],
         ", ".join(places[:_MOST_PLACES]) + more,
-        f"since step {since}" if worst["holds"] else ended,
-        worst["meaning"],
-        re.split("`([^`]*)`", worst["remedy"]),
+        f"since step {since}" if finding["holds"] else ended,
+        finding["meaning"],
+        re.split("`([^`]*)`", finding["remedy"]),
         # inf and NaN are wrong, whatever they come from
-        worst["holds"] and (worst["status"] == "unhealthy" or worst["condition"] == "nonfinite"),
+        finding["holds"] and (finding["status"] == "unhealthy" or finding["condition"] == "nonfinite"),
         chart,
     )
 
