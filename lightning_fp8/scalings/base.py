@@ -51,7 +51,8 @@ class Scaling(ABC):
         has_blocks: whether a tensor has more than one scale, so that the range of their exponents is worth knowing.
         block: how many elements of a dimension share a scale, where it is neither one nor all.
         takes_groups: whether the three methods of groups below are defined.
-        file_kind: what files call such scales of a weight: ``"tensor"``, ``"row"``, ``"block"`` or ``"group"``.
+        file_kind: what files call such scales of a weight: ``"tensor"``, ``"row"``, ``"block"`` or ``"group"``; None if
+            no layout of files has them.
         format: ``"e4m3"`` or ``"e5m2"``.
         fp8: the same, with its numbers.
         name: all of it in JSON, which any process can read: for operators and exports.
@@ -61,7 +62,7 @@ class Scaling(ABC):
     scale_dtype: ClassVar[torch.dtype] = torch.float32
     is_fp8: ClassVar[bool] = True
     has_blocks: ClassVar[bool] = True
-    file_kind: ClassVar[str] = "tensor"
+    file_kind: ClassVar[str | None] = None
     block: ClassVar[int] = BLOCK
     takes_groups: ClassVar[bool] = False
 
@@ -230,7 +231,10 @@ class Scaling(ABC):
 
     def split_part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand:
         """The same where it does, of a weight without a master, which is never cast again."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no `split_part`: a slice of a weight that is kept in FP8 only would split what"
+            " shares a scale. Keep these weights in high precision: leave `frozen_weights` out."
+        )
 
     def exact_values(self, operand: Operand, dtype: torch.dtype) -> Tensor:
         """The values of an operand, in a dtype that holds them."""

@@ -45,7 +45,7 @@ class MX(InBlocks):
     """
 
     kind: ClassVar[str] = "mx"
-    file_kind: ClassVar[str] = "group"
+    file_kind: ClassVar[str | None] = "group"
     block: ClassVar[int] = SIZE
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
     in_e8m0: ClassVar[bool] = True

@@ -24,6 +24,7 @@ class OneScale(Scaling):
     """Layouts have the same codes. Of groups of rows, each is a tensor with a scale of its own, ``scale_inv [E]``."""
 
     has_blocks: ClassVar[bool] = False
+    file_kind: ClassVar[str | None] = "tensor"
     takes_groups: ClassVar[bool] = True
 
     @property

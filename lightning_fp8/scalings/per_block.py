@@ -46,7 +46,7 @@ class PerBlock(InBlocks):
     """
 
     kind: ClassVar[str] = "per_block"
-    file_kind: ClassVar[str] = "block"
+    file_kind: ClassVar[str | None] = "block"
 
     powers_of_2: bool = False
 

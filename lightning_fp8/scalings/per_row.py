@@ -21,7 +21,7 @@ class PerRow(Scaling):
     """``scale = FP8_MAX / amax`` of a row; ``scale_inv`` is ``[M, 1] float32``; ``[1, K]`` of a weight by columns."""
 
     kind: ClassVar[str] = "per_row"
-    file_kind: ClassVar[str] = "row"
+    file_kind: ClassVar[str | None] = "row"
 
     @override
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         plans[name] = None
         if not gemm.precision.fprop_in_fp8:
             continue
-        kind = cast(Kind, gemm.weight_scaling.file_kind)
+        kind = _kind_of(gemm.weight_scaling)
         has_scale = kind == "tensor"
         if is_held(weight):
             kind = kind_of_held(weight)
@@ -85,7 +85,16 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
 
 def kind_of_held(weight: Fp8Parameter) -> Kind:
     """The kind of the scales of a weight that is held in FP8."""
-    return cast(Kind, weight.content.scaling.file_kind)
+    return _kind_of(weight.content.scaling)
+
+
+def _kind_of(scaling: Scaling) -> Kind:
+    if scaling.file_kind is None:
+        raise ValueError(
+            f"export: no layout of files has the scales of {type(scaling).__name__}. Call"
+            " `lightning_fp8.unconvert(model)` and save the plain weights, or convert the model with another recipe."
+        )
+    return cast(Kind, scaling.file_kind)
 
 
 def as_stored(content: Content) -> tuple[Tensor, Tensor]:

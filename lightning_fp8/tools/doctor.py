@@ -36,6 +36,7 @@ from lightning_fp8.runtime.device import Gpu, check_device, gpu_of
 from lightning_fp8.runtime.environment import CUPY, driver_cuda, driver_version, package_version
 from lightning_fp8.runtime.program import program
 from lightning_fp8.runtime.version import __version__
+from lightning_fp8.scalings.recipe import RECIPES
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 FINE, SLOWER, CANNOT = 0, 1, 2
@@ -115,7 +116,7 @@ def examine(try_kernels: bool = True) -> Findings:
         except Exception as error:
             found.problems.append(Problem(SLOWER, f"GPU {index}: {_in_a_line(error)}", "Please report this."))
     found.runs["CPU"] = dict.fromkeys(("bf16-mixed", "bf16-true"), "yes")
-    found.runs["CPU"] |= dict.fromkeys(_FP8, "as a reference, slower than bf16")
+    found.runs["CPU"] |= dict.fromkeys(RECIPES, "as a reference, slower than bf16")
     if count and not fit:
         unfit = [problem for problem in found.problems if problem.do is _OTHER_PRECISION]
         found.problems = [problem for problem in found.problems if problem not in unfit]
@@ -124,7 +125,6 @@ def examine(try_kernels: bool = True) -> Findings:
     return found
 
 
-_FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "fp8-mx")
 _OTHER_PRECISION = 'Trainer(precision="bf16-mixed") on this GPU.'
 
 
@@ -196,7 +196,7 @@ def _gpu(found: Findings, device: torch.device, try_kernels: bool) -> bool:
     try:
         check_device(device)
     except RuntimeError as error:
-        runs |= dict.fromkeys(_FP8, f"no: {error}")
+        runs |= dict.fromkeys(RECIPES, f"no: {error}")
         found.problems.append(Problem(SLOWER, str(error), _OTHER_PRECISION))
         return False
     has_kernels = _toolchain(found, gpu.capability)

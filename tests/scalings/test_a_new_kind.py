@@ -15,13 +15,14 @@ from fp8_numpy import code_values, saturating_cast
 from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 
-from lightning_fp8 import Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import Fp8Precision, convert, describe, estimate, export, scaling_state, unconvert
 from lightning_fp8.ops import arithmetic
 from lightning_fp8.ops.amaxes import scale_of_current
 from lightning_fp8.scalings import base, emulation
 from lightning_fp8.scalings.base import Scaling
 from lightning_fp8.scalings.operand import Operand
 from lightning_fp8.scalings.recipe import RECIPES, Recipe, as_recipe
+from lightning_fp8.tools.doctor import examine
 
 SIZE = 24
 
@@ -167,3 +168,21 @@ def test_names() -> None:
         base.kind_of("none")
     with pytest.raises(TypeError, match="Two kinds of scaling are called 'of_24'"):
         type("Other", (Scaling,), {"kind": "of_24"})
+
+
+def test_what_a_kind_does_not_define_is_refused_by_name(tmp_path: Path) -> None:
+    layer = convert(nn.Linear(48, 48), Scaling24())
+    with pytest.raises(ValueError, match="no layout of files has the scales of Of24"):
+        export(layer, tmp_path / "model.safetensors")
+    frozen = convert(nn.MultiheadAttention(48, 4).requires_grad_(False), Scaling24(), frozen_weights="fp8")
+    x = torch.randn(5, 2, 48)
+    with pytest.raises(NotImplementedError, match=r"Of24 has no `split_part`.*leave `frozen_weights` out"):
+        frozen(x, x + 1, x + 2)
+
+
+def test_tools_know_it() -> None:
+    assert examine(try_kernels=False).runs["CPU"]["fp8-of-24"].startswith("as a reference")
+    # what others cost is not changed by it
+    assert estimate(nn.Linear(4096, 4096), torch.zeros(64, 4096)).recipe == "fp8-delayed"
+    with pytest.raises(ValueError, match="What 'fp8-of-24' costs is not known"):
+        estimate(nn.Linear(48, 48), torch.zeros(4, 48), recipe="fp8-of-24")

@@ -20,6 +20,7 @@ NO_LAUNCH = {
 }
 NO_LAUNCH |= {
     "reshape",
+    "flatten",
     "_reshape_alias",
     "contiguous",
     "slice",
