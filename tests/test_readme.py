@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from doctest import ELLIPSIS, OutputChecker
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,8 @@ MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # without the changelog, which also has commands and tests of earlier versions
 CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# a block of text right below code is what the code prints, with `...` where it may differ from one machine to another
+SHOWN = re.compile(r"^```python\n(?:.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
 def name_of(path: Path) -> str:
@@ -38,13 +41,27 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def python_of(page: Path) -> str:
-    """All Python code of a page at its original line numbers, which a reader runs from top to bottom."""
+    """All Python code of a page at its original line numbers, which a reader runs from top to bottom.
+
+    What its blocks print goes to the file ``printed``, with a zero byte behind each block. The progress bars and logs of a
+    run do not.
+    """
     code = []
     inside = False
     for line in page.read_text(encoding="utf-8").splitlines():
-        inside = line == "```python" or (inside and line != "```")
-        code.append(line if inside and line != "```python" else "")
+        ends = inside and line == "```"
+        inside = line == "```python" or (inside and not ends)
+        code.append("print(end='\\0')" if ends else line if inside and line != "```python" else "")
+    assert not code[0], f"{page} begins with code"
+    code[0] = "from functools import partial; print = partial(print, file=open('printed', 'w', buffering=1))"
     return "\n".join(code)
+
+
+def wrong_output(page: Path, printed: str) -> list[str]:
+    """What the blocks of a page printed where the page shows something else."""
+    shown, outputs = SHOWN.findall(page.read_text(encoding="utf-8")), printed.split("\0")[:-1]
+    same = OutputChecker().check_output
+    return [output for want, output in zip(shown, outputs, strict=True) if want and not same(want, output, ELLIPSIS)]
 
 
 WITH_PYTHON = [page for page in CURRENT if blocks(page, "python")]
@@ -56,6 +73,7 @@ def test_python(page: Path, tmp_path: Path) -> None:
     assert all("lightning_fp8" in code for code in blocks(page, "python") if 'precision="fp8' in code)
     run = run_warm("-c", python_of(page), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
+    assert wrong_output(page, (tmp_path / "printed").read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(("page", "position"), YAML, ids=lambda part: name_of(part) if isinstance(part, Path) else part)
