@@ -42,7 +42,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def python_of(page: Path) -> str:
     """All Python code of a page at its original line numbers, which a reader runs from top to bottom.
 
-    What they print goes to the file ``printed``, with a zero byte behind each block; progress bars and logs do not.
+    What its blocks print goes to the file ``printed``, each with a zero byte behind it; progress bars and logs do not.
     """
     code = []
     inside = False
@@ -86,6 +86,20 @@ def test_python(page: Path, tmp_path: Path) -> None:
     run = run_warm("-c", python_of(page), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     assert wrong_output(page, (tmp_path / "printed").read_text(encoding="utf-8")) == []
+
+
+def test_output_that_differs_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n```python\nshow()\n```\n\n```text\nloss 1.25, 3 steps\n```\n\n```python\nhidden()\n```\n"
+    )
+    of_both = "loss {}, {} steps\n\0anything\n\0"
+    assert wrong_output(page, of_both.format(1.25, 3)) == []
+    assert wrong_output(page, of_both.format(1.26, 3)) == ["loss 1.26, 3 steps\n"]
+    page.write_text(page.read_text() + "\n`fit()`\n")
+    assert wrong_output(page, of_both.format(1.26, 3)) == []
+    assert wrong_output(page, of_both.format(1.5, 3)) == ["loss 1.5, 3 steps\n"]
+    assert wrong_output(page, of_both.format(1.25, 4)) == ["loss 1.25, 4 steps\n"]
 
 
 @pytest.mark.parametrize(("page", "position"), YAML, ids=lambda part: name_of(part) if isinstance(part, Path) else part)
