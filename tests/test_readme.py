@@ -27,6 +27,8 @@ MARKDOWN = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 # without the changelog, which also has commands and tests of earlier versions
 CURRENT = [page for page in MARKDOWN if page.name != "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# a block of text right below code is what the code prints
+SHOWN = re.compile(r"^```python\n(?:.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
 def name_of(path: Path) -> str:
@@ -38,13 +40,40 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def python_of(page: Path) -> str:
-    """All Python code of a page at its original line numbers, which a reader runs from top to bottom."""
+    """All Python code of a page at its original line numbers, which a reader runs from top to bottom.
+
+    What its blocks print goes to the file ``printed``, each with a zero byte behind it; progress bars and logs do not.
+    """
     code = []
     inside = False
     for line in page.read_text(encoding="utf-8").splitlines():
-        inside = line == "```python" or (inside and line != "```")
-        code.append(line if inside and line != "```python" else "")
+        ends = inside and line == "```"
+        inside = line == "```python" or (inside and not ends)
+        code.append("print(end='\\0')" if ends else line if inside and line != "```python" else "")
+    assert not code[0], f"{page} begins with code"
+    code[0] = "from functools import partial; print = partial(print, file=open('printed', 'w'), flush=True)"
     return "\n".join(code)
+
+
+DECIMAL = re.compile(r"\d+\.\d+")
+
+
+def wrong_output(page: Path, printed: str) -> list[str]:
+    """What the blocks of a page printed where the page shows something else.
+
+    Decimals of a page that trains may be off by a tenth: bf16 products round differently on other CPUs.
+    """
+    text = page.read_text(encoding="utf-8")
+    near = pytest.approx if "fit(" in text else lambda numbers, rel: numbers
+
+    def same(shown: str, output: str) -> bool:
+        numbers, found = ([float(number) for number in DECIMAL.findall(one)] for one in (shown, output))
+        return DECIMAL.sub("", shown) == DECIMAL.sub("", output) and found == near(numbers, rel=0.1)
+
+    outputs = printed.split("\0")[:-1]
+    return [
+        output for shown, output in zip(SHOWN.findall(text), outputs, strict=True) if shown and not same(shown, output)
+    ]
 
 
 WITH_PYTHON = [page for page in CURRENT if blocks(page, "python")]
@@ -56,6 +85,21 @@ def test_python(page: Path, tmp_path: Path) -> None:
     assert all("lightning_fp8" in code for code in blocks(page, "python") if 'precision="fp8' in code)
     run = run_warm("-c", python_of(page), cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
+    assert wrong_output(page, (tmp_path / "printed").read_text(encoding="utf-8")) == []
+
+
+def test_output_that_differs_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n```python\nshow()\n```\n\n```text\nloss 1.25, 3 steps\n```\n\n```python\nhidden()\n```\n"
+    )
+    of_both = "loss {}, {} steps\n\0anything\n\0"
+    assert wrong_output(page, of_both.format(1.25, 3)) == []
+    assert wrong_output(page, of_both.format(1.26, 3)) == ["loss 1.26, 3 steps\n"]
+    page.write_text(page.read_text() + "\n`fit()`\n")
+    assert wrong_output(page, of_both.format(1.26, 3)) == []
+    assert wrong_output(page, of_both.format(1.5, 3)) == ["loss 1.5, 3 steps\n"]
+    assert wrong_output(page, of_both.format(1.25, 4)) == ["loss 1.25, 4 steps\n"]
 
 
 @pytest.mark.parametrize(("page", "position"), YAML, ids=lambda part: name_of(part) if isinstance(part, Path) else part)

@@ -84,7 +84,7 @@ def test_losses_of_the_configurations(name: str) -> None:
     ],
 )
 def test_losses_of_each_recipe(rows: Any, first: str, titles: tuple[str, str]) -> None:
-    lines = table_of("docs/precisions.md", first, titles[0].format("demo"))
+    lines = table_of("docs/which-recipe.md", first, titles[0].format("demo"))
     assert {line[first] for line in lines} == {*rows["digits_encoder_fp8"]}
     for line in lines:
         for model, name in (("demo", "tiny_gpt_fp8"), ("encoder", "digits_encoder_fp8")):
@@ -128,7 +128,7 @@ def test_losses_of_the_recipes() -> None:
         assert line.items() >= losses_of(variant_of(line), OF_RECIPES).items()
     (line,) = table_of("docs/recipes.md", "recipe", "gpt", "cost")
     assert line == {"recipe": "fp8-mx", **losses_of("fp8-mx", OF_MX)}
-    (line,) = (one for one in table_of("docs/precisions.md", "MXScaling") if "](recipes.md#loss)" in one[""])
+    (line,) = (one for one in table_of("docs/which-recipe.md", "MXScaling") if "](recipes.md#loss)" in one[""])
     recipes = {"CurrentScaling": "fp8-current", "BlockScaling": "fp8-block"}
     recipes["DelayedScaling"] = "fp8-delayed,amax_history_len=16,margin=0"
     for column, variant in recipes.items():
@@ -159,8 +159,8 @@ def keys(rows: Iterable[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
 def test_tables_of_commands() -> None:
     for page, name, command in (
         ("docs/healing.md", "healing-cpu", healing),
-        ("docs/with-other-libraries.md", "packages-cpu", packages),
-        ("docs/with-other-libraries.md", "model-losses-cpu", model_losses),
+        ("docs/packages.md", "packages-cpu", packages),
+        ("docs/small-models.md", "model-losses-cpu", model_losses),
     ):
         rows = rows_of(name)
         # whatever the width of the columns

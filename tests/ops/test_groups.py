@@ -55,7 +55,7 @@ def test_places_of_rows() -> None:
 
 def test_the_docs_say_what_padding_costs() -> None:
     """For 8192 tokens with random routing: the zeros between groups, and the memory for the most that there can be."""
-    page = (ROOT / "docs/with-other-libraries.md").read_text()
+    page = (ROOT / "docs/experts.md").read_text()
     lines = re.findall(r"^\| [\w.-]+(?: \w+)?, (\d+) experts, (\d+) a token \| (.*) \|$", page, re.MULTILINE)
     assert len(lines) == 3
     for count, chosen, said in lines:

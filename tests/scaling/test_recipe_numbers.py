@@ -1,4 +1,4 @@
-"""Precision and clipping of each recipe, as docs/precisions.md has them: one layer, an outlier, a growing gradient."""
+"""Precision and clipping of each recipe, as docs/which-recipe.md has them: a layer, an outlier, a growing gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SQUARES = MXScaling(weight_blocks=(32, 32))
 
 def in_docs(row: str) -> list[float]:
     """The numbers that the page has for the recipes."""
-    lines = (ROOT / "docs" / "precisions.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "which-recipe.md").read_text(encoding="utf-8").splitlines()
     (cells,) = (line.split(" | ") for line in lines if line.startswith(f"| {row} |"))
     return [float(cell.strip(" |")) for cell in cells[1:]]
 
