@@ -1,4 +1,4 @@
-"""Takes the screenshots of the report in `callbacks.md` with Chromium, from the page of a real run.
+"""Takes the screenshots of the report in `report.md` with Chromium, from the page of a real run.
 
 OMP_NUM_THREADS=1 make demo
 python docs/screenshots.py

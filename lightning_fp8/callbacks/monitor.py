@@ -51,7 +51,7 @@ class Fp8Monitor(RunWatcher):
     and turn into zero, the signal-to-noise ratio of casts and of the layer's product on a sample of 64 rows, steps with
     inf or NaN, and how amaxes stand against the window and the limits of scales. It also sees layers that do not run,
     and a loss that spikes or diverges although casts are as before. The conditions, their thresholds and sources are in
-    docs/callbacks.md.
+    docs/health.md.
 
     A finding is reported once, when it is found, and again if it comes back. ``action`` says what else happens:
 
