@@ -30,23 +30,46 @@ if TYPE_CHECKING:
         RunRecord,
         ScaleFactorLogger,
     )
-    from lightning_fp8.conversion.convert import convert, describe, fall_back, scaling_state, unconvert
-    from lightning_fp8.conversion.linear_layers import register_linear
-    from lightning_fp8.dtypes.audit import audit
+    from lightning_fp8.conversion.convert import convert, describe, scaling_state, unconvert
     from lightning_fp8.estimation.estimate import estimate
     from lightning_fp8.modules.feed_forward import feed_forward
     from lightning_fp8.modules.weights_unchanged import weights_unchanged
-    from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy
+    from lightning_fp8.plugins import Fp8Precision
     from lightning_fp8.plugins.settings import precision
     from lightning_fp8.scalings.mx import MXScaling
     from lightning_fp8.scalings.per_block import BlockScaling
     from lightning_fp8.scalings.per_tensor import CurrentScaling, DelayedScaling
     from lightning_fp8.serialization.load import load_exported
     from lightning_fp8.serialization.write import export
+else:
+    # the same names; unseen by type checkers, for which any name would be there
+    __getattr__ = _lazy_names(
+        __name__,
+        {
+            "callbacks": (
+                "DtypeAudit",
+                "Fp8Monitor",
+                "Fp8ThroughputMonitor",
+                "PrecisionSchedule",
+                "RunRecord",
+                "ScaleFactorLogger",
+            ),
+            "conversion.convert": ("convert", "describe", "scaling_state", "unconvert"),
+            "estimation.estimate": ("estimate",),
+            "modules.feed_forward": ("feed_forward",),
+            "modules.weights_unchanged": ("weights_unchanged",),
+            "plugins": ("Fp8Precision",),
+            "plugins.settings": ("precision",),
+            "scalings.mx": ("MXScaling",),
+            "scalings.per_block": ("BlockScaling",),
+            "scalings.per_tensor": ("CurrentScaling", "DelayedScaling"),
+            "serialization.load": ("load_exported",),
+            "serialization.write": ("export",),
+        },
+        packages=("callbacks", "conversion", "dtypes", "integrations", "metrics", "modules", "scaling"),
+    )
 
 __all__ = [
-    "Bf16MixedPrecision",
-    "Bf16TruePrecision",
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
@@ -58,50 +81,17 @@ __all__ = [
     "PrecisionSchedule",
     "RunRecord",
     "ScaleFactorLogger",
-    "audit",
     "convert",
     "describe",
     "estimate",
     "export",
-    "fall_back",
     "feed_forward",
-    "fsdp2_policy",
     "load_exported",
     "precision",
-    "register_linear",
     "scaling_state",
     "unconvert",
     "weights_unchanged",
 ]
-
-# the imports above, for Python
-__getattr__ = _lazy_names(
-    __name__,
-    {
-        "callbacks": (
-            "DtypeAudit",
-            "Fp8Monitor",
-            "Fp8ThroughputMonitor",
-            "PrecisionSchedule",
-            "RunRecord",
-            "ScaleFactorLogger",
-        ),
-        "conversion.convert": ("convert", "describe", "fall_back", "scaling_state", "unconvert"),
-        "conversion.linear_layers": ("register_linear",),
-        "dtypes.audit": ("audit",),
-        "estimation.estimate": ("estimate",),
-        "modules.feed_forward": ("feed_forward",),
-        "modules.weights_unchanged": ("weights_unchanged",),
-        "plugins": ("Bf16MixedPrecision", "Bf16TruePrecision", "Fp8Precision", "fsdp2_policy"),
-        "plugins.settings": ("precision",),
-        "scalings.mx": ("MXScaling",),
-        "scalings.per_block": ("BlockScaling",),
-        "scalings.per_tensor": ("CurrentScaling", "DelayedScaling"),
-        "serialization.load": ("load_exported",),
-        "serialization.write": ("export",),
-    },
-    packages=("callbacks", "conversion", "dtypes", "integrations", "metrics", "modules", "scaling"),
-)
 
 
 def __dir__() -> list[str]:

@@ -10,9 +10,9 @@ from lightning_fp8.runtime.lazy import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from lightning_fp8.plugins.trainer import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, fsdp2_policy
+else:
+    __getattr__ = _lazy_names(
+        __name__, {"trainer": ("Bf16MixedPrecision", "Bf16TruePrecision", "Fp8Precision", "fsdp2_policy")}
+    )
 
 __all__ = ["Bf16MixedPrecision", "Bf16TruePrecision", "Fp8Precision", "fsdp2_policy", "register", "unregister"]
-
-__getattr__ = _lazy_names(
-    __name__, {"trainer": ("Bf16MixedPrecision", "Bf16TruePrecision", "Fp8Precision", "fsdp2_policy")}
-)
