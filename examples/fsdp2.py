@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import Fp8Precision, fsdp2_policy
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.plugins import fsdp2_policy
 
 
 class Sharded(pl.LightningModule):

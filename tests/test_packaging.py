@@ -50,6 +50,16 @@ def test_wheel_is_complete_and_trains_two_steps(tmp_path: Path) -> None:
     assert f"from {tmp_path / 'clean'}" in run.stdout
 
 
+def test_classifiers_name_the_python_versions_of_ci() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    named = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project))
+    assert named == set(re.findall(r'python: "(3\.\d+)"', ci))
+    oldest = re.search(r'^requires-python = ">=(.+)"', project, re.MULTILINE)
+    assert oldest is not None
+    assert oldest[1] == min(named, key=lambda version: int(version.partition(".")[2]))
+
+
 def test_version_and_changelog_agree() -> None:
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fp8.callbacks.run_watcher import run_folder
-from lightning_fp8.dtypes.audit import DtypeReport, DtypeRow, audit, buffer_dtypes_of
+from lightning_fp8.dtypes.report import DtypeReport, DtypeRow, audit, buffer_dtypes_of
 from lightning_fp8.ops.formats import dtype_name
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.runtime.run_files import DTYPES_FILE, write_json
@@ -20,8 +20,9 @@ class DtypeAudit(Callback):
     """Checks that parameters, gradients, buffers and optimizer state have the expected dtypes, and prints a table.
 
     After set-up it checks parameters and buffers. After the first optimizer step it checks these again, the gradients
-    that the step used, and the optimizers' state; then it prints the table, once per run. :func:`lightning_fp8.audit`
-    says which dtypes are expected. Under one of Lightning's own precisions no dtype is expected: the table only lists.
+    that the step used, and the optimizers' state; then it prints the table, once per run.
+    :func:`lightning_fp8.dtypes.audit` says which dtypes are expected. Under one of Lightning's own precisions no dtype
+    is expected: the table only lists.
 
     Logs nothing to loggers; writes ``fp8_dtypes.json`` into the folder of :class:`RunRecord` after the first optimizer
     step, on rank 0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``actual``, ``expected``

@@ -22,7 +22,7 @@ class PrecisionSchedule(Callback):
     A key is the number of optimizer steps made before, as ``trainer.global_step`` counts them, or a share of the steps
     that the run plans, rounded down to a step. From there on the value holds, up to the next key:
 
-    - ``"bf16"``: all products are in bf16, as after :func:`lightning_fp8.fall_back`.
+    - ``"bf16"``: all products are in bf16, as after :func:`lightning_fp8.conversion.fall_back`.
     - ``"fp8"``, or the string of the run's recipe: as converted. Products that the recipe or
       ``overrides`` have in bf16 are in bf16 under every value.
     - ``{"fprop": "bf16"}``: these products are in bf16, the others as converted.

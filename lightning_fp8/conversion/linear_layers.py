@@ -125,7 +125,7 @@ def reason_against_linear(layer: nn.Module) -> str | None:
     if base is None:
         return (
             f"{named}, whose `forward` is not known to be linear: if it computes F.linear(x, weight, bias), call"
-            f" `lightning_fp8.register_linear({kind.__name__})`"
+            f" `lightning_fp8.conversion.register_linear({kind.__name__})`"
         )
     known = None if base in _registered else known_linear(base)
     for name, value in known.settings.items() if known else ():

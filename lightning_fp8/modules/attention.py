@@ -176,7 +176,8 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
 
     Shape, arguments and results: those of ``nn.MultiheadAttention``; inputs fp32, bf16 or fp16, outputs in autocast's
     dtype where autocast is on. The core is ``scaled_dot_product_attention`` in the dtype of the projections. With all
-    projections in bf16, as after :func:`lightning_fp8.fall_back`, torch's own forward runs, with its numbers.
+    projections in bf16, as after :func:`lightning_fp8.conversion.fall_back`, torch's own forward runs, with its
+    numbers.
 
     Raises:
         TypeError: for an input that is not fp32, bf16 or fp16, or is nested.

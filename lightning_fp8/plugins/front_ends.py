@@ -2,7 +2,7 @@
 
 Lightning is published twice, from one source: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
 The two have different classes. This module lists what :mod:`lightning_fp8.plugins.registration` replaces, once for both
-names.
+names. What a replaced function needs of this package is imported when it is called.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from lightning_fp8.plugins.core import PrecisionCore
-from lightning_fp8.plugins.fabric import FabricPrecision
-from lightning_fp8.plugins.notices import warn_of_fabric, warn_of_trainer
-from lightning_fp8.plugins.scales import take_scales, with_scales
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, suggestion
-from lightning_fp8.plugins.trainer import plugin_of
 
 # a module of the package, the path of a value in it, and a function from the old value to the new one
 _Place = tuple[str, str, Callable[[Any], Any]]
@@ -86,6 +81,10 @@ def _plugin_maker(front_end: FrontEnd, original: Callable[[Any], Any]) -> Callab
     foreign = tuple(getattr(strategies, name) for name in front_end.foreign_strategies if hasattr(strategies, name))
 
     def _check_and_init_precision(connector: Any) -> Any:
+        from lightning_fp8.plugins.core import PrecisionCore
+        from lightning_fp8.plugins.fabric import FabricPrecision
+        from lightning_fp8.plugins.trainer import plugin_of
+
         strategy = connector.strategy
         plugin, string = getattr(connector, front_end.plugin_attribute), getattr(connector, front_end.string_attribute)
         if isinstance(plugin, PrecisionCore):
@@ -147,14 +146,16 @@ def _annotations(module: str) -> tuple[_Place, ...]:
     return (module, "_PRECISION_INPUT", _or_fp8), (module, "_PRECISION_INPUT_STR", _with_fp8)
 
 
-def _then(after: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call a function of Lightning, and then ``after`` with its result and its arguments."""
+def _then_warn(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Call a function of Lightning, and then the one of ``notices`` with its result and its arguments."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
+            from lightning_fp8.plugins import notices
+
             result = original(*args, **kwargs)
-            after(result, *args, **kwargs)
+            getattr(notices, name)(result, *args, **kwargs)
             return result
 
         return replaced
@@ -165,6 +166,8 @@ def _then(after: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable
 def _saving_scales(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def save(fabric: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        from lightning_fp8.plugins.scales import with_scales
+
         original(fabric, path, with_scales(state), *args, **kwargs)
 
     return save
@@ -173,6 +176,8 @@ def _saving_scales(original: Callable[..., None]) -> Callable[..., None]:
 def _loading_scales(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(original)
     def load(fabric: Any, path: Any, state: Any = None, strict: bool = True, **kwargs: Any) -> dict[str, Any]:
+        from lightning_fp8.plugins.scales import take_scales
+
         request = dict(state) if isinstance(state, Mapping) else {}
         rest = original(fabric, path, state, strict, **kwargs)
         take_scales(request, state, rest)
@@ -192,7 +197,7 @@ _TRAINER = FrontEnd(
         ("", "Trainer.__init__.__annotations__.precision", _or_fp8),
         *_annotations("trainer.trainer"),
         *_annotations("trainer.connectors.accelerator_connector"),
-        ("strategies", "Strategy.setup_precision_plugin", _then(warn_of_trainer)),
+        ("strategies", "Strategy.setup_precision_plugin", _then_warn("warn_of_trainer")),
     ),
 )
 _FABRIC = FrontEnd(
@@ -206,8 +211,8 @@ _FABRIC = FrontEnd(
         *_annotations("connector"),
         *_annotations("plugins.precision.precision"),
         ("fabric", "_PRECISION_INPUT", _or_fp8),
-        ("", "Fabric.setup", _then(warn_of_fabric)),
-        ("", "Fabric.setup_module", _then(warn_of_fabric)),
+        ("", "Fabric.setup", _then_warn("warn_of_fabric")),
+        ("", "Fabric.setup_module", _then_warn("warn_of_fabric")),
         ("", "Fabric.save", _saving_scales),
         ("", "Fabric.load", _loading_scales),
     ),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -28,10 +28,8 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.front_ends import FRONT_ENDS, MIRRORS, FrontEnd, ours
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
-from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.after_import import after_import
 
 # the calls that restore Lightning, newest last; empty when nothing is registered
@@ -86,13 +84,19 @@ def _patch() -> None:
 
 def _patch_mirror(mirror: FrontEnd, package: str) -> None:
     """Patch a front end under Lightning's other name, after its import; ``package`` is the name that we use."""
+    from lightning_fp8.plugins.fabric import FabricPrecision
+    from lightning_fp8.plugins.trainer import PLUGINS
+
     done = len(_undo)
     try:
         missing = mirror.missing()
         if missing:
             raise LookupError(f"it has no {', no '.join(missing)}")
         _replace(mirror)
-        _share_bases(package, mirror.package)
+        _share_bases({*PLUGINS.values(), FabricPrecision}, package, mirror.package)
+        # a callback that is imported later needs them too
+        share = partial(_share_bases, _our_subclasses(Callback), package, mirror.package)
+        _undo.append(after_import("lightning_fp8.callbacks", share))
     # any error, which would otherwise break the user's own `import pytorch_lightning`
     except Exception as error:
         _undo_to(done)
@@ -104,11 +108,11 @@ def _patch_mirror(mirror: FrontEnd, package: str) -> None:
         )
 
 
-def _share_bases(package: str, mirror: str) -> None:
-    """Make our plugins and callbacks subclasses of the other package's classes too, because its Trainer, strategies and
+def _share_bases(kinds: Iterable[type], package: str, mirror: str) -> None:
+    """Make plugins or callbacks subclasses of the other package's classes too, because its Trainer, strategies and
     command line check for these. The bases of the package that we use come first, so the others are never called.
     """
-    for kind in (*set(PLUGINS.values()), FabricPrecision, *_our_subclasses(Callback)):
+    for kind in kinds:
         bases = [base for base in kind.__mro__ if base.__module__.startswith(f"{package}.")]
         if issubclass(kind, Callback):
             # only the checked base: constructors of further bases would be called with wrong arguments

@@ -39,8 +39,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(fullname, path, target) for finder in finders)
+        # those behind it, as another one for the same module, before it, is asking this one
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ()
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
         spec = next((spec for spec in specs if spec is not None), None)
         # a namespace package has no loader that runs anything
         if spec is not None and hasattr(spec.loader, "exec_module"):

@@ -1,3 +1,3 @@
 """The version, readable without importing the whole package."""
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"

@@ -78,7 +78,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
     if wrong:
         raise ValueError(
             f"export: a scale in a file must be {SCALE_RULE}, which these are not: {listed(wrong)}. Leave the layers"
-            " out of FP8, with `lightning_fp8.fall_back(model, name)`."
+            " out of FP8, with `lightning_fp8.conversion.fall_back(model, name)`."
         )
     return plans
 
@@ -177,7 +177,8 @@ def check_linear(model: nn.Module, names: Collection[str], layout: WritableLayou
     if wrong and layout.linear_only:
         raise ValueError(
             f"export: layout={layout.name!r} is for weights of `nn.Linear`, and these belong to other layers:"
-            f" {listed(wrong)}. Pass `layout=None`, or leave them out of FP8 (`lightning_fp8.fall_back(model, name)`)."
+            f" {listed(wrong)}. Pass `layout=None`, or leave them out of FP8"
+            " (`lightning_fp8.conversion.fall_back(model, name)`)."
         )
 
 

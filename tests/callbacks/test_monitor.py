@@ -30,10 +30,10 @@ from lightning_fp8 import (
     PrecisionSchedule,
     convert,
     describe,
-    fall_back,
     scaling_state,
 )
 from lightning_fp8.callbacks.health import CONDITIONS
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.scalings.recipe import Recipe
 
 

@@ -16,8 +16,9 @@ from lightning.pytorch.trainer.states import RunningStage
 from lit import Regression, loader, make_trainer, seeded
 from logged_runs import rows_of
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
+from lightning_fp8 import Fp8Precision
 from lightning_fp8.callbacks.throughput_monitor import Fp8ThroughputMonitor, dense_fp8_flops
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_SLICE = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"

@@ -12,7 +12,8 @@ from experts import mixtral
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_fp8 import Fp8Precision, convert, describe, fall_back
+from lightning_fp8 import Fp8Precision, convert, describe
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.conversion.plan import conversion_plan
 from lightning_fp8.conversion.rows import coverage
 from lightning_fp8.plugins.fp8 import _say_once
@@ -199,4 +200,4 @@ def test_convolutions_and_other_kinds_of_linear_layers_are_named(caplog: pytest.
         "head (under 1%, fewer than 16 features)",
     ):
         assert part in said
-    assert "`lightning_fp8.register_linear(Own)`" in {row.path: row.reason for row in describe(model)}["own"]
+    assert "`lightning_fp8.conversion.register_linear(Own)`" in {row.path: row.reason for row in describe(model)}["own"]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from lightning_fp8 import convert, describe, register_linear
-from lightning_fp8.conversion import linear_layers
+from lightning_fp8 import convert, describe
+from lightning_fp8.conversion import linear_layers, register_linear
 from lightning_fp8.conversion.linear_layers import KNOWN
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.known_source import digest_of
@@ -180,7 +180,7 @@ def test_other_forwards_and_other_classes_are_not_known(make_class: MakeClass, m
     for what, kind in others.items():
         reason = reason_of(kind(16, 16))
         assert "not known to be linear" in reason, what
-        assert "`lightning_fp8.register_linear(Linear)`" in reason, what
+        assert "`lightning_fp8.conversion.register_linear(Linear)`" in reason, what
     forward = FalconLinear.forward
     monkeypatch.setattr(FalconLinear, "forward", functools.wraps(forward)(lambda self, x: 2 * forward(self, x)))
     assert "not known to be linear" in reason_of(FalconLinear(16, 16))

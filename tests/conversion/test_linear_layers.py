@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from lightning_fp8 import convert, describe, register_linear, scaling_state, unconvert
-from lightning_fp8.conversion import linear_layers
+from lightning_fp8 import convert, describe, scaling_state, unconvert
+from lightning_fp8.conversion import linear_layers, register_linear
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.modules.feed_forward import FeedForward, reason_against_fusing
 
@@ -200,7 +200,7 @@ def test_registered_classes_are_converted(monkeypatch: pytest.MonkeyPatch) -> No
     plain.load_state_dict(model[1].state_dict())
     assert torch.equal(model[1](x), plain(x))
     model.append(Other())
-    assert "call `lightning_fp8.register_linear(Other)`" in describe(model)[3].reason
+    assert "call `lightning_fp8.conversion.register_linear(Other)`" in describe(model)[3].reason
     with pytest.raises(TypeError, match=r"takes a subclass of nn.Module, got Linear"):
         register_linear(nn.Linear(1, 1))  # type: ignore[type-var]
 

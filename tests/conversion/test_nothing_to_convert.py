@@ -15,8 +15,9 @@ from lit import Averaging, Regression, loader, long_window, make_trainer, seeded
 from torch import nn
 
 import lightning_fp8
-from lightning_fp8 import Bf16MixedPrecision, Fp8Precision, scaling_state
+from lightning_fp8 import Fp8Precision, scaling_state
 from lightning_fp8.conversion.convert import is_converted
+from lightning_fp8.plugins import Bf16MixedPrecision
 from lightning_fp8.runtime.warn_once import warn_once
 
 NO_LAYER = "fp8-delayed: no layer runs in FP8, and the model computes in torch.bfloat16"

@@ -8,7 +8,8 @@ import re
 import pytest
 from torch import nn
 
-from lightning_fp8 import Fp8Precision, convert, describe, fall_back, unconvert
+from lightning_fp8 import Fp8Precision, convert, describe, unconvert
+from lightning_fp8.conversion import fall_back
 
 
 class Block(nn.Module):

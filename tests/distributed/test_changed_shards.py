@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 COMMON = """
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from lightning_fp8 import fsdp2_policy
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.modules.all_gather import gather_in_fp8
 from lightning_fp8.modules.base import on_sharded_weights
 

@@ -10,7 +10,8 @@ import torch
 from lit import loader, make_trainer, seeded
 from processes import run_script
 
-from lightning_fp8 import Fp8Precision, fsdp2_policy, scaling_state
+from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 
@@ -20,7 +21,8 @@ import torch, torch.distributed as dist
 from torch import nn
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from lightning_fp8 import DtypeAudit, fsdp2_policy, scaling_state
+from lightning_fp8 import DtypeAudit, scaling_state
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.plugins.trainer import PLUGINS
 from lit import Regression, loader, make_trainer, seeded
 

@@ -17,7 +17,9 @@ COMMON = """
 import functools
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from lightning_fp8 import BlockScaling, describe, fall_back, fsdp2_policy
+from lightning_fp8 import BlockScaling, describe
+from lightning_fp8.conversion import fall_back
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.modules.all_gather import gather_in_fp8
 from lightning_fp8.modules.base import on_sharded_weights
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter

@@ -13,7 +13,9 @@ from lit import LONG_WINDOW, Regression, loader, make_trainer, seeded
 from processes import DEVICES, all_end_well, as_ranks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_fp8 import Fp8Precision, fall_back, fsdp2_policy, scaling_state
+from lightning_fp8 import Fp8Precision, scaling_state
+from lightning_fp8.conversion import fall_back
+from lightning_fp8.plugins import fsdp2_policy
 
 pytestmark = pytest.mark.slow
 every_device = pytest.mark.parametrize("device", DEVICES)

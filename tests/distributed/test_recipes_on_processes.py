@@ -14,7 +14,8 @@ pytestmark = pytest.mark.slow
 COMMON = """
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, fsdp2_policy
+from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.modules.all_gather import gather_in_fp8
 
 RECIPES = DelayedScaling(), CurrentScaling(), BlockScaling(wgrad="bf16"), BlockScaling(), MXScaling()

@@ -13,7 +13,8 @@ from lit import LONG_WINDOW, Regression, loader, make_trainer, seeded
 from processes import all_end_well, as_ranks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_fp8 import Fp8Precision, PrecisionSchedule, fsdp2_policy, scaling_state
+from lightning_fp8 import Fp8Precision, PrecisionSchedule, scaling_state
+from lightning_fp8.plugins import fsdp2_policy
 
 pytestmark = pytest.mark.slow
 SCHEDULE = {0.5: {"fprop": "bf16"}, 6: "bf16"}

@@ -112,7 +112,7 @@ def check_split(ranks: list[dict[str, Any]], in_powers_of_two: bool) -> None:
 def test_with_fsdp2_over_the_other_dimension(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.fsdp import fully_shard
-from lightning_fp8 import fsdp2_policy
+from lightning_fp8.plugins import fsdp2_policy
 
 grid = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
 mesh = grid["tensor_parallel"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from documented import measured, table_of
 
-from lightning_fp8 import fsdp2_policy
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.plugins.trainer import PLUGINS
 
 PAGE = "docs/which-bf16.md"

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as held_under_another_name
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Precision
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.plugins import Bf16TruePrecision
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 

@@ -11,8 +11,9 @@ import torch
 from lit import Regression, loader, make_trainer, seeded
 from torch import nn
 
-from lightning_fp8 import DtypeAudit, audit
-from lightning_fp8.dtypes.audit import buffer_dtypes_of
+from lightning_fp8 import DtypeAudit
+from lightning_fp8.dtypes import audit
+from lightning_fp8.dtypes.report import buffer_dtypes_of
 from lightning_fp8.plugins.trainer import PLUGINS
 
 

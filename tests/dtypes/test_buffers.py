@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, audit
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.dtypes import audit
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision
 from lightning_fp8.plugins.core import PrecisionCore
 
 IN_BF16: list[Callable[[], PrecisionCore]] = [

@@ -15,8 +15,9 @@ from lit import Regression, loader, make_trainer, seeded
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
+from lightning_fp8 import Fp8Precision
 from lightning_fp8.modules import Fp8Linear
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision
 from lightning_fp8.plugins.settings import FP8_PRECISIONS, PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 

@@ -13,8 +13,8 @@ from lit import Regression, loader, make_trainer
 from pairwise import pairwise
 from torch import Tensor, nn
 
-from lightning_fp8 import Bf16MixedPrecision
 from lightning_fp8.modules import attention, feed_forward, linear
+from lightning_fp8.plugins import Bf16MixedPrecision
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 

@@ -28,16 +28,8 @@ from torch.distributed.tensor import distribute_tensor
 from transformer_models import made
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    convert,
-    export,
-    fall_back,
-    load_exported,
-    scaling_state,
-)
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, convert, export, load_exported, scaling_state
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.ops.formats import E5M2, Fp8Format, Role
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import BlockScaling, MXScaling, convert, export, fall_back, load_exported, scaling_state
+from lightning_fp8 import BlockScaling, MXScaling, convert, export, load_exported, scaling_state
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scalings.recipe import Recipe
 

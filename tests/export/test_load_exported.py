@@ -22,10 +22,10 @@ from lightning_fp8 import (
     convert,
     describe,
     export,
-    fall_back,
     load_exported,
     scaling_state,
 )
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.examples import ByteGPT
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter
 from lightning_fp8.scalings.recipe import Recipe

@@ -25,10 +25,10 @@ from lightning_fp8 import (
     MXScaling,
     convert,
     export,
-    fall_back,
     load_exported,
     scaling_state,
 )
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.scalings.recipe import Recipe
 
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

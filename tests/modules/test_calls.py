@@ -13,15 +13,8 @@ import torch.nn.functional as F
 from pairwise import pairwise
 from torch import Tensor, nn
 
-from lightning_fp8 import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXScaling,
-    convert,
-    register_linear,
-    scaling_state,
-)
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
+from lightning_fp8.conversion import register_linear
 from lightning_fp8.scalings.recipe import Recipe
 
 WIDTH = 32

@@ -14,7 +14,8 @@ from experts import WIDTH, experts, routing
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_fp8 import convert, fall_back, unconvert, weights_unchanged
+from lightning_fp8 import convert, unconvert, weights_unchanged
+from lightning_fp8.conversion import fall_back
 
 
 class Other(nn.Parameter):

@@ -15,7 +15,9 @@ from small_models import small_mlp
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import Bf16MixedPrecision, Fp8Precision, convert, describe, fall_back, scaling_state
+from lightning_fp8 import Fp8Precision, convert, describe, scaling_state
+from lightning_fp8.conversion import fall_back
+from lightning_fp8.plugins import Bf16MixedPrecision
 
 
 def step(model: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> tuple[Tensor, list[Tensor]]:

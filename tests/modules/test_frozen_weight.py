@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import convert, describe, fall_back, scaling_state, unconvert, weights_unchanged
+from lightning_fp8 import convert, describe, scaling_state, unconvert, weights_unchanged
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, dequantized, quantized
 
 

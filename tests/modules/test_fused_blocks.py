@@ -31,7 +31,8 @@ from no_gradient import NoGradient
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fp8 import convert, describe, fall_back, unconvert
+from lightning_fp8 import convert, describe, unconvert
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules.fused_blocks import Fp8FeedForward
 
 # numbers

@@ -10,8 +10,9 @@ from sqnr import sqnr
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Precision, convert, describe, scaling_state, unconvert
+from lightning_fp8 import Fp8Precision, convert, describe, scaling_state, unconvert
 from lightning_fp8.modules import Fp8Linear
+from lightning_fp8.plugins import Bf16TruePrecision
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS
 

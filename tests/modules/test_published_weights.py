@@ -23,16 +23,8 @@ from published_weights import KINDS, cast_in_numpy, gradient_in_numpy, in_numpy,
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lightning_fp8 import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXScaling,
-    convert,
-    describe,
-    fall_back,
-    scaling_state,
-)
+from lightning_fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, convert, describe, scaling_state
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules.fp8_parameter import Fp8Parameter, from_codes
 from lightning_fp8.scalings.recipe import Recipe
 

@@ -24,7 +24,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, fall_back, scaling_state
+from lightning_fp8 import BlockScaling, CurrentScaling, MXScaling, convert, scaling_state
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.scaling.precision import AS_SET, BF16
 from lightning_fp8.scaling.state import ScalingState

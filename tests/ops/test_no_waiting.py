@@ -34,12 +34,12 @@ from lightning_fp8 import (
     MXScaling,
     callbacks,
     convert,
-    fall_back,
-    fsdp2_policy,
     scaling_state,
     weights_unchanged,
 )
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules.all_gather import gather_in_fp8
+from lightning_fp8.plugins import fsdp2_policy
 from lightning_fp8.scalings.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*only once for all operators.*", "ignore:.*returned a view tensor.*")

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from backward_thread import in_a_backward_thread
 from torch import Tensor, nn
 
-from lightning_fp8 import Bf16TruePrecision, Fp8Precision
+from lightning_fp8 import Fp8Precision
 from lightning_fp8.dtypes import attention
+from lightning_fp8.plugins import Bf16TruePrecision
 from lightning_fp8.plugins.core import PrecisionCore
 from lightning_fp8.plugins.trainer import PLUGINS
 from lightning_fp8.runtime.switch import Switch

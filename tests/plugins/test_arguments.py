@@ -103,7 +103,7 @@ def from_yaml(folder: Path, plugins: Any, *arguments: str) -> Any:
 def test_by_yaml(tmp_path: Path, precision: str) -> None:
     expected = {name: value for name, value in ARGUMENTS[precision].items() if name != "recipe"}
     values = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in expected.items()}
-    name = f"lightning_fp8.{PLUGINS[precision].__name__}"
+    name = f"lightning_fp8.plugins.{PLUGINS[precision].__name__}"
     plugin = from_yaml(tmp_path, {"class_path": name, "init_args": values})
     assert type(plugin) is PLUGINS[precision]
     assert {name: getattr(plugin, name) for name in expected} == expected

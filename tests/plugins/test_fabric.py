@@ -12,7 +12,8 @@ from lit import by_hand, loader, same, seeded, warned
 from processes import run_script
 from torch import nn
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision, convert, scaling_state
+from lightning_fp8 import Fp8Precision, convert, scaling_state
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision
 from lightning_fp8.plugins.settings import FP8_PRECISIONS
 from lightning_fp8.scalings.recipe import RECIPES
 
@@ -174,7 +175,8 @@ import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from lit import seeded
 from torch.distributed.fsdp import fully_shard
-from lightning_fp8 import fsdp2_policy, scaling_state
+from lightning_fp8 import scaling_state
+from lightning_fp8.plugins import fsdp2_policy
 
 
 def sharded(model, mesh):

@@ -27,8 +27,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from warm import run_warm
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision, Fp8Precision
-from lightning_fp8.plugins import register, unregister
+from lightning_fp8 import Fp8Precision
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision, register, unregister
 from lightning_fp8.plugins.fabric import FabricPrecision
 from lightning_fp8.plugins.settings import PRECISIONS
 from lightning_fp8.plugins.trainer import PLUGINS, plugin_of
@@ -292,7 +292,7 @@ def kinds():
     return [type(trainer.precision_plugin) for trainer in trainers]
 
 lightnings = [stock.MixedPrecision, stock.HalfPrecision]
-ours = [lightning_fp8.Bf16MixedPrecision, lightning_fp8.Bf16TruePrecision]
+ours = [lightning_fp8.plugins.Bf16MixedPrecision, lightning_fp8.plugins.Bf16TruePrecision]
 fp8 = pl.Trainer(accelerator="cpu", logger=False, precision="fp8-delayed").precision_plugin
 assert type(fp8) is lightning_fp8.Fp8Precision
 """

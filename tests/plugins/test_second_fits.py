@@ -16,16 +16,9 @@ from lit import Regression, loader, make_trainer, seeded, warned
 from torch import Tensor, nn
 from watched_models import Vanishing, only
 
-from lightning_fp8 import (
-    Bf16MixedPrecision,
-    Bf16TruePrecision,
-    Fp8Monitor,
-    Fp8Precision,
-    convert,
-    fall_back,
-    scaling_state,
-    unconvert,
-)
+from lightning_fp8 import Fp8Monitor, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.conversion import fall_back
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,

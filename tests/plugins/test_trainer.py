@@ -14,7 +14,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lit import Regression, by_hand, loader, long_window, make_trainer, same, seeded, warned
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, Fp8Precision, convert, fall_back, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, Fp8Precision, convert, scaling_state, unconvert
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.plugins import register, unregister
 from lightning_fp8.scalings.recipe import RECIPES

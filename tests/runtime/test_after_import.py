@@ -48,6 +48,17 @@ def test_called_at_once_for_a_module_that_is_there_and_not_once_cancelled(module
     assert called == ["at once"]
 
 
+def test_two_functions_for_one_module(module: Path) -> None:
+    module.write_text("")
+    called: list[str] = []
+    after_import(NAME, lambda: called.append("first"))
+    after_import(NAME, lambda: called.append("second"))
+    cancel = after_import(NAME, lambda: called.append("cancelled"))
+    cancel()
+    importlib.import_module(NAME)
+    assert called == ["first", "second"]
+
+
 def test_an_import_that_fails_may_be_repeated(module: Path) -> None:
     module.write_text("1 / 0")
     called: list[int] = []

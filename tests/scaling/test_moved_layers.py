@@ -18,7 +18,8 @@ from pairwise import pairwise
 from small_models import small_mlp
 from torch import Tensor, nn
 
-from lightning_fp8 import CurrentScaling, PrecisionSchedule, convert, fall_back, scaling_state
+from lightning_fp8 import CurrentScaling, PrecisionSchedule, convert, scaling_state
+from lightning_fp8.conversion import fall_back
 
 
 def saved_whole(model: nn.Module) -> Any:

@@ -13,7 +13,8 @@ from lit import warned
 from scales_in_numpy import scale_of
 from torch import Tensor, nn
 
-from lightning_fp8 import CurrentScaling, DelayedScaling, MXScaling, convert, fall_back, scaling_state
+from lightning_fp8 import CurrentScaling, DelayedScaling, MXScaling, convert, scaling_state
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.scaling import ScalingState
 from lightning_fp8.scalings.recipe import Recipe
 

@@ -26,7 +26,8 @@ from observed_chain import LAYERS, WIDTH, Chain, Observer, Subject
 from scales_in_numpy import NOTICES, ModelScales
 from torch import Tensor, nn
 
-from lightning_fp8 import DelayedScaling, convert, fall_back, scaling_state, unconvert
+from lightning_fp8 import DelayedScaling, convert, scaling_state, unconvert
+from lightning_fp8.conversion import fall_back
 from lightning_fp8.modules import Fp8Linear
 from lightning_fp8.scaling.precision import AS_SET, BF16
 

@@ -17,7 +17,7 @@ from bf16_models import MODELS
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Generator, Tensor
 
-from lightning_fp8 import Bf16MixedPrecision, Bf16TruePrecision
+from lightning_fp8.plugins import Bf16MixedPrecision, Bf16TruePrecision
 
 MODES = ("bf16-true", "bf16-mixed")
 PLUGINS: dict[str, Callable[..., Precision]] = {

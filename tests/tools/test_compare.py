@@ -303,7 +303,7 @@ def test_a_signal_while_a_run_is_started(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [
-        ("bf16-mixed", lightning_fp8.Bf16MixedPrecision),
+        ("bf16-mixed", lightning_fp8.plugins.Bf16MixedPrecision),
         ("fp8-current,margin=1,wgrad=bf16", lightning_fp8.Fp8Precision),
         ("32-true", Precision),
     ],

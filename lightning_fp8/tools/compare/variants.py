@@ -17,8 +17,8 @@ BASELINE = "bf16-mixed"
 EMULATED_BASELINE = "32-true"
 # class and arguments of the plugin; an FP8 precision also runs with fields of its recipe, as "fp8-delayed,margin=1"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bf16-mixed": ("lightning_fp8.Bf16MixedPrecision", {}),
-    "bf16-true": ("lightning_fp8.Bf16TruePrecision", {}),
+    "bf16-mixed": ("lightning_fp8.plugins.Bf16MixedPrecision", {}),
+    "bf16-true": ("lightning_fp8.plugins.Bf16TruePrecision", {}),
     **dict.fromkeys(RECIPES, ("lightning_fp8.Fp8Precision", {})),
     "32-true": ("lightning.pytorch.plugins.Precision", {}),
 }
