@@ -45,6 +45,10 @@ def test_wheel_is_complete_and_trains_two_steps(tmp_path: Path) -> None:
     assert "lightning_fp8/py.typed" in packed
     assert sum(name.endswith(".cu") for name in packed) >= 3
     assert "lightning-fp8 = lightning_fp8.__main__:run" in next(tmp_path.rglob("entry_points.txt")).read_text()
+    # an index shows the README, where links that are relative lead nowhere
+    shown = next(tmp_path.rglob("METADATA")).read_text(encoding="utf-8").partition("\n# lightning_fp8\n")[2]
+    assert shown
+    assert re.findall(r"\]\((?!https://)[^)]*\)", shown) == []
     run = run_warm("-c", TWO_STEPS, cwd=tmp_path / "clean")
     assert run.returncode == 0, run.stderr[-3000:]
     assert f"from {tmp_path / 'clean'}" in run.stdout
