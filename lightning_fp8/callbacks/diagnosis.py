@@ -17,6 +17,8 @@ _MIN_LOST = 10
 # tensors grow in the first steps of a run: steps above the range count from so many updates on
 _MIN_UPDATES = 100
 # what a resumed run needs besides
+# of layers that inf or NaN may keep from running, or from having a scale
+_IDLE = ("stale", "unused", "dead")
 _STATE = ("began", "_finite", "_in_doubt", "_made_it_rise")
 # by condition and by tensor, layer or, for the run, an empty string: what was measured
 Found = dict[tuple[str, str], float]
@@ -99,6 +101,9 @@ class Diagnosis:
         run = {gemm.module for layer in training for gemm in layer.fp8.values()}
         trains = {gemm.module for layer in training for gemm, weight in layer.gemms() if weight.requires_grad}
         found |= self._of_layers(state, measured, run, trains)
+        if rows:
+            # where inf and NaN pass, layers behind an activation have zeros, and no scale follows
+            found = {key: value for key, value in found.items() if key[0] not in _IDLE or key in held}
         if rises and self._bursts:
             return found | {("bursts", name): value for name, value in self._bursts.items()}
         # what the loss does, where no cast explains it

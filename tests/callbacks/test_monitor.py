@@ -341,6 +341,27 @@ def test_where_inf_and_nan_came_in_whatever_the_order_of_the_layers() -> None:
     }
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_zeros_behind_nan_are_no_layers_that_do_not_run(is_known: bool) -> None:
+    def poison(step: int, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if step == (0 if is_known else 24):
+                model[0].bias.fill_(-100)
+                model[2].bias.fill_(-100)
+            if step == 24:
+                model[4].bias[0] = float("nan")
+        return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    monitor = Fp8Monitor(4, thresholds={"stale": 12})
+    verdict = trained(convert(model), monitor, 60, poison).verdict()
+    assert any("4." in where for where in found(monitor)["nonfinite"])
+    assert bool({"unused", "dead", "stale"} & found(monitor).keys()) is is_known
+    if not is_known:
+        assert verdict.status == "not FP8"
+
+
 def test_weights_with_nan_from_the_start() -> None:
     model = convert(mlp())
     with torch.no_grad():
