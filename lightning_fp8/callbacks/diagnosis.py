@@ -95,7 +95,8 @@ class Diagnosis:
         lost = {state.names[row] for row in rows} | {state.module_names[state.module_of(row)] for row in rows}
         # casts of inf and NaN are not counted: what held goes on there
         found |= {key: math.nan for key in held if key[0] in lossy and key[1] in lost and key not in found}
-        if self._is_in_doubt(bool(rows) or rises.get("diverges") == math.inf, not names.isdisjoint(lost)):
+        in_doubt = self._is_in_doubt(bool(rows) or rises.get("diverges") == math.inf, not names.isdisjoint(lost))
+        if in_doubt and not any(condition in lossy for condition, _ in found):
             found["unmeasured", ""] = float(self._finite)
         training = [layer for layer in layers if layer.training]
         run = {gemm.module for layer in training for gemm in layer.fp8.values()}
@@ -215,13 +216,16 @@ class Diagnosis:
         return found
 
     def _is_in_doubt(self, is_lost: bool, with_data: bool) -> bool:
-        """Whether inf and NaN are there, and came before there were enough checks to tell whether FP8 is the cause."""
+        """Whether inf and NaN are there, and came before enough checks could tell whether FP8 is the cause: in all, or
+        of a condition that had begun."""
         if not is_lost:
             self._finite += 1
             self._in_doubt = None
         elif self._in_doubt is None:
+            least = self.thresholds.get("unmeasured", -1)
+            begun = any(times and condition in OF_THE_CAST for (condition, _), times in self._in_a_row.items())
             # no cast makes data inf or NaN
-            self._in_doubt = self._finite < self.thresholds.get("unmeasured", 0) and not with_data
+            self._in_doubt = (self._finite < least or (begun and least >= 0)) and not with_data
         return bool(self._in_doubt)
 
     def _of_layers(self, state: ScalingState, measured: Measured, run: set[int], trains: set[int]) -> Found:

@@ -71,7 +71,8 @@ CONDITIONS: dict[str, Condition] = {
         "unhealthy",
         "{:.2%} of the numbers clipped",
         "The tensor is larger than its scale allows.",
-        '`DelayedScaling(margin={margin})`, or the scale of the values themselves: `Fp8Monitor(action="current")`',
+        "`Fp8Precision(recipe=DelayedScaling(margin={margin}))`, or"
+        ' `Fp8Monitor(action="current")`: own values set the scale',
         "the demo stays below 0.07%",
     ),
     "underflowed": Condition(
@@ -107,7 +108,8 @@ CONDITIONS: dict[str, Condition] = {
         "unhealthy",
         "above the range of its scale in {:.0%} of the steps",
         "The tensor grows faster than the window of amaxes follows.",
-        '`DelayedScaling(margin={margin})`, or the scale of the values themselves: `Fp8Monitor(action="current")`',
+        "`Fp8Precision(recipe=DelayedScaling(margin={margin}))`, or"
+        ' `Fp8Monitor(action="current")`: own values set the scale',
         "by chance 1 in 17 steps at the default window of 16",
     ),
     "window": Condition(
@@ -116,7 +118,7 @@ CONDITIONS: dict[str, Condition] = {
         "look at",
         "above the range of its scale in {:.0%} of the steps",
         "The window is too short to know the range of the tensor.",
-        "`DelayedScaling(amax_history_len=16)`",
+        "`Fp8Precision(recipe=DelayedScaling(amax_history_len=16))`",
         "by chance 1 in 2 steps at a window of 1, 1 in 17 at 16",
     ),
     "bursts": Condition(
@@ -134,7 +136,7 @@ CONDITIONS: dict[str, Condition] = {
         "look at",
         "{:.1f} bits of the format unused",
         "The scale leaves room above the largest value, which small numbers then lack.",
-        "a smaller `margin`: `{recipe}(margin=0)`",
+        "a smaller `margin`: `Fp8Precision(recipe={recipe}(margin=0))`",
         "ours: a third of the 17.8 bits from the smallest to the largest number of E4M3",
     ),
     "limit": Condition(
@@ -161,15 +163,16 @@ CONDITIONS: dict[str, Condition] = {
         "look at",
         "only zeros at {:.0f} checks in a row",
         "The layer does not learn: what it takes in, or the gradient of its output, is zero.",
-        "look at the activation and the initialisation around the layer; FP8 is not the cause if nothing underflows",
+        "look at the activation and the initialisation around the layer, and at the scale of the loss if all layers"
+        " have it",
         "a healthy layer has gradients at each step",
     ),
     "unused": Condition(
         3,
         "checks in a row",
         "look at",
-        "has not run at {:.0f} checks in a row",
-        "The layer is converted, and nothing calls it in training.",
+        "has not run, or had only zeros, at {:.0f} checks in a row",
+        "The layer is converted, and nothing calls it in training, or its input and its gradients are all zero.",
         "`Fp8Precision(ignore_modules=[{layers}])` if that is what you want",
         "ours",
     ),

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -74,6 +78,11 @@ class Elementwise:
 
 
 Operator = MatrixProduct | Attention | Elementwise
+
+_HOW_CALLED = (
+    "The batch of a LightningModule is what its dataloader gives, such as `(x, y)`. Another module gets a mapping as"
+    " keyword arguments, a tuple or list as arguments, and anything else as its only argument."
+)
 
 
 @dataclass(frozen=True)
@@ -332,12 +341,18 @@ def count(model: nn.Module, batch: Any) -> Step:
                 torch.func.functional_call(training, {**tensors, **buffers}, (batch,))
             except NothingToTrainError:
                 raise
-            except Exception as error:
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise RuntimeError(
-                    f"{type(model).__name__} does not run on tensors without values, which the estimate counts: it"
-                    f" stopped after {recorder.last} with {type(error).__name__}: {error}\nWhat it reads from integers"
-                    " of the batch, such as lengths and masks, is known if the batch has values and is not on the meta"
-                    " device. Else leave out what depends on values, or pass the part of the model that repeats."
+                    f"{type(model).__name__} asks tensors for values, which they do not have in an estimate: it stopped"
+                    f" at {error.func}. Integers of the batch, such as lengths and masks, have their values unless the batch"
+                    " is on the meta device. Else leave out what depends on values, or pass the part of the model that"
+                    " repeats."
+                ) from error
+            except Exception as error:
+                called = "training_step(batch, 0)" if isinstance(model, LightningModule) else "forward"
+                raise RuntimeError(
+                    f"{type(model).__name__}.{called} failed in the estimate, after {recorder.last}, with"
+                    f" {type(error).__name__}: {error}\n{_HOW_CALLED}"
                 ) from error
     of_model = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     trained = [tensor for tensor in of_model.values() if tensor.requires_grad]

@@ -24,6 +24,7 @@ from lightning_fp8.estimation.counting import Elementwise, MatrixProduct, Step, 
 from lightning_fp8.estimation.devices import GPUS, Gpu, gpu_named
 from lightning_fp8.ops.formats import PRODUCTS, Product
 from lightning_fp8.runtime.choice import check_choice
+from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scalings.per_tensor import DelayedScaling
 from lightning_fp8.scalings.recipe import RECIPES, Recipe, as_recipe
 
@@ -34,6 +35,8 @@ PAYS = 1.05
 _ERROR = 0.11
 _SIZE = 2048
 STRATEGIES = ("ddp", "fsdp")
+_ARGUMENTS = ("gpu", "recipe", "compiled", "strategy", "gpus")
+_SETTINGS = ("ignore_modules", "min_features", "overrides", "keep_fp32")
 _PARTS = {
     "products": "matrix products",
     "attention": "attention",
@@ -169,8 +172,8 @@ def estimate(
 
     Args:
         model: any module, also on the meta device. Of a ``LightningModule``, ``training_step(batch, 0)`` is counted.
-        batch: what it takes, for one device: a mapping of keyword arguments, a tuple or list of arguments, or one
-            argument. Tensors may be on the meta device.
+        batch: for one device. For a ``LightningModule``, what its dataloader gives, such as ``(x, y)``; else a mapping of
+            keyword arguments, a tuple or list of arguments, or one argument. Tensors may be on the meta device.
         gpu: one of ``h100``, ``h100-pcie``, ``h100-nvl``, ``h200``, ``h200-nvl``, ``b200``, ``b300``, ``l40s``,
             ``rtx-4090``, ``rtx-5090``.
         recipe: see :class:`lightning_fp8.Fp8Precision`.
@@ -187,6 +190,7 @@ def estimate(
     Raises:
         ValueError: for an unknown device, strategy or recipe, a recipe that the device cannot run, or a model in which
             no layer can run in FP8, no such layer runs in the step, or which is converted already.
+        TypeError: for an argument that it does not have.
         RuntimeError: for a model that does not run without values; it names the operator.
     """
     return Estimator(model, batch, **settings).estimate(gpu, recipe, compiled, strategy, gpus)
@@ -200,6 +204,9 @@ class Estimator:
     """
 
     def __init__(self, model: nn.Module, batch: Any, **settings: Any) -> None:
+        for name in settings:
+            if name not in _SETTINGS:
+                raise TypeError(f"estimate has no argument {name!r}.{did_you_mean(name, (*_ARGUMENTS, *_SETTINGS))}")
         if isinstance(model, LightningModule) and is_overridden("configure_model", model):
             model = deepcopy(model)
             with torch.device("meta"):

@@ -292,7 +292,7 @@ def test_what_is_wrong_is_found_and_nothing_else(name: str, recwarn: Any) -> Non
 
 def test_layers_that_do_not_run_or_do_not_learn() -> None:
     monitor = Fp8Monitor(4)
-    with pytest.warns(UserWarning, match="has not run at 3 checks in a row"):
+    with pytest.warns(UserWarning, match="has not run, or had only zeros, at 3 checks in a row"):
         trained(convert(Spare()), monitor, 16, same_input)
     places = found(monitor)
     assert places["unused"] == ["spare"]
@@ -341,6 +341,20 @@ def test_where_inf_and_nan_came_in_whatever_the_order_of_the_layers() -> None:
     }
 
 
+@pytest.mark.parametrize(("begins", "status"), [(25, "look at"), (17, "unhealthy"), (100, "not FP8")])
+def test_what_had_begun_before_nan_is_not_called_harmless(begins: int, status: str) -> None:
+    def inputs(step: int, x: Tensor) -> Tensor:
+        if step == 31:
+            with torch.no_grad():
+                model.table.fill_(float("nan"))
+        return one_large_column(step, x) if step >= begins else x
+
+    model = convert(Embedded(), CurrentScaling())
+    verdict = trained(model, Fp8Monitor(4), 40, inputs, rate=1e-15).verdict()
+    assert verdict.status == status, str(verdict)
+    assert ("cannot tell whether FP8 is the cause" in str(verdict)) == (status == "look at")
+
+
 @pytest.mark.parametrize("is_known", [False, True])
 def test_zeros_behind_nan_are_no_layers_that_do_not_run(is_known: bool) -> None:
     def poison(step: int, x: Tensor) -> Tensor:
@@ -380,9 +394,14 @@ IN_BLOCKS = "share no block of 128"
 REMEDIES: list[tuple[Recipe, str, str, bool]] = [
     (DelayedScaling(), "underflowed", '`Fp8Precision(overrides={"0": "bf16"})`, or', True),
     (BlockScaling(), "underflowed", '`Fp8Precision(recipe=BlockScaling(), overrides={"0": "bf16"})`', False),
-    (DelayedScaling(margin=16), "margin", "a smaller `margin`: `DelayedScaling(margin=0)`", False),
-    (CurrentScaling(margin=16), "underflowed", "a smaller `margin`: `CurrentScaling(margin=0)`", False),
-    (DelayedScaling(amax_history_len=1), "window", "`DelayedScaling(amax_history_len=16)`", False),
+    (DelayedScaling(margin=16), "margin", "a smaller `margin`: `Fp8Precision(recipe=DelayedScaling(margin=0))`", False),
+    (
+        CurrentScaling(margin=16),
+        "underflowed",
+        "a smaller `margin`: `Fp8Precision(recipe=CurrentScaling(margin=0))`",
+        False,
+    ),
+    (DelayedScaling(amax_history_len=1), "window", "`Fp8Precision(recipe=DelayedScaling(amax_history_len=16))`", False),
 ]
 
 

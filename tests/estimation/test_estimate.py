@@ -184,6 +184,11 @@ def test_bad_input(arguments: dict[str, object], message: str) -> None:
         estimate(wide(), tokens(64), **arguments)  # type: ignore[arg-type]
 
 
+def test_a_misspelt_argument() -> None:
+    with pytest.raises(TypeError, match="estimate has no argument 'compile'. Did you mean 'compiled'"):
+        estimate(wide(), tokens(64), compile=True)
+
+
 def test_a_converted_model_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear is converted already: estimate it before, or after `unconvert"):
         estimate(convert(nn.Linear(64, 64)), torch.zeros(2, 64))
