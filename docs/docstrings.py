@@ -15,7 +15,8 @@ PACKAGE = "lightning_fp8"
 # modules whose `__all__` is the API
 PUBLIC = (
     PACKAGE,
-    *(f"{PACKAGE}.{name}" for name in ("integrations", "metrics", "modules", "plugins", "scaling", "tools.compare")),
+    *(f"{PACKAGE}.{name}" for name in ("conversion", "dtypes", "integrations", "metrics", "modules", "plugins")),
+    *(f"{PACKAGE}.{name}" for name in ("scaling", "tools.compare")),
 )
 
 
