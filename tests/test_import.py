@@ -59,7 +59,9 @@ def test_only_what_registers_is_imported(program: str) -> None:
     command = [sys.executable, "-c", NEW_MODULES.format(program=program)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     new = json.loads(ran.stdout.splitlines()[-1])
-    assert {name.partition(".")[0] for name in new} == {"kernels_cuda", "lightning_fp8"}
+    # the FLOP counter has not been imported by every version of Lightning
+    of_others = {name for name in new if name.partition(".")[0] not in ("kernels_cuda", "lightning_fp8")}
+    assert of_others <= {"torch.utils.flop_counter", "torch.utils.module_tracker"}
     ours = [name.split(".", 2) for name in new if name.startswith("lightning_fp8.")]
     assert {package for _, package, *_ in ours} == REGISTERING
     plugins = {name.removeprefix("lightning_fp8.plugins") for name in new if name.startswith("lightning_fp8.plugins")}
