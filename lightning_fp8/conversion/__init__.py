@@ -1,1 +1,1 @@
-"""Which layers run in FP8, why the others do not, and how a model becomes one of FP8 layers."""
+"""Decides which layers run in FP8 and why the others do not, and converts models."""
