@@ -21,7 +21,7 @@ class DtypeAudit(Callback):
 
     After set-up it checks parameters and buffers. After the first optimizer step it checks these again, the gradients
     that the step used, and the optimizers' state; then it prints the table, once per run. :func:`lightning_fp8.audit`
-    says which dtypes are expected. Under one of Lightning's own precisions no dtype is expected: the table only lists.
+    says which dtypes are expected. Lightning's own precisions expect none: then the table only lists the dtypes.
 
     Logs nothing to loggers; writes ``fp8_dtypes.json`` into the folder of :class:`RunRecord` after the first optimizer
     step, on rank 0, for ``python -m lightning_fp8 report``: ``rows`` with ``kind``, ``name``, ``actual``, ``expected``
@@ -60,7 +60,7 @@ class DtypeAudit(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._first_step is not None:
             rows = self._audit(trainer, pl_module, []).rows
-            # by name: where several optimizers take turns, each is checked with the gradients of its own step
+            # by name: if several optimizers take turns, each is checked with the gradients of its own step
             self._gradients.update({row.name: row for row in rows if row.kind == "gradient"})
 
     @override
