@@ -100,7 +100,7 @@ def planned_layers(
         elif in_adapter:
             reason = "belongs to an adapter of PEFT, which stays as it is"
         elif layer in routers:
-            reason = "a router: rounded to FP8, its outputs would choose other experts"
+            reason = "a router: rounding to FP8 would change its choice of experts"
         else:
             reason = reason_against(layer, layer in outputs_of_converted)
         of_size = None if reason else too_small(layer, config.min_features)

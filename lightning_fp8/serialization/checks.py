@@ -52,7 +52,7 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping
         there = (name for name in inputs if name in stored)
         yield "are static scales, where the config has dynamic ones", there
     yield (
-        f"lack their scales as {scheme.in_words}",
+        f"lack scales in the form of {scheme.in_words}",
         (
             _described(scheme.scale_of(name), stored)
             for name, shape in in_fp8.items()
@@ -62,7 +62,7 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping
     )
     if scheme.static:
         wrong = (name for name in inputs if not _is_number(stored, name) or stored[name].shape not in ((), (1,)))
-        yield "lack their scales as single numbers", (_described(name, stored) for name in wrong)
+        yield "lack scales in the form of single numbers", (_described(name, stored) for name in wrong)
 
 
 def _is_number(stored: Mapping[str, Stored], name: str) -> bool:
@@ -87,7 +87,7 @@ def misfits_of_scales(scales: Tensors, in_e8m0: bool) -> Misfits:
 
     rule = f"a number from 2**-127 to 2**127, not the code {e8m0.NAN}, NaN" if in_e8m0 else SCALE_RULE
     yield (
-        f"are scales, each of which must be {rule}",
+        f"are invalid scales; each must be {rule}",
         (f"{name} ({scale[~good][0].item()})" for name, scale in scales.items() if not (good := is_valid(scale)).all()),
     )
 

@@ -138,10 +138,10 @@ def holds_codes(code: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-RULE = r"are scales, each of which must be a number from 2\*\*-118 to 2\*\*118: 0\.weight_scale_inv \("
+RULE = r"are invalid scales; each must be a number from 2\*\*-118 to 2\*\*118: 0\.weight_scale_inv \("
 OUTSIDE = r"which is not a file of .*Files outside of the folder are not read"
 ONLY = r"Only safetensors files are read: loading a pickle can run any code"
-LACKS = r"lack their scales as a matrix with a number for each block of 128 x 128: 0\.weight_scale_inv"
+LACKS = r"lack scales in the form of a matrix with a number for each block of 128 x 128: 0\.weight_scale_inv"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a scale of NaN": (with_scale(float("nan")), RULE + "nan"),
     "a scale of 0": (with_scale(0.0), RULE + r"0\.0\)"),
