@@ -1,4 +1,4 @@
-"""What is wrong with an FP8 run, from what its checks measure: the conditions that hold, and where."""
+"""Diagnoses an FP8 run from what its checks measure: which conditions hold, and where."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_fp8.callbacks.watch import Measured, over_processes
 from lightning_fp8.modules.base import Fp8Module
 from lightning_fp8.scaling.state import ScalingState, tensor_name
 
-# one number is a large share of a small tensor: fewer lost numbers than this at one check never exceed a threshold
+# in a small tensor, one number is a large share: fewer lost numbers than this at a check never exceed a threshold
 _MIN_LOST = 10
 # tensors grow in the first steps of a run: steps above the range count from so many updates on
 _MIN_UPDATES = 100
@@ -20,7 +20,7 @@ _MIN_UPDATES = 100
 # of layers that inf or NaN may keep from running, or from having a scale
 _IDLE = ("stale", "unused", "dead")
 _STATE = ("began", "_finite", "_in_doubt", "_made_it_rise")
-# by condition and by tensor, layer or, for the run, an empty string: what was measured
+# the measured values, by condition and by tensor or layer; for the run, the key is an empty string
 Found = dict[tuple[str, str], float]
 
 
@@ -28,15 +28,15 @@ class Diagnosis:
     """The conditions that hold at each check of one run.
 
     Args:
-        thresholds: by condition; others are not looked for.
-        checks_in_a_row: at so many checks in a row a share or a ratio must be beyond its threshold.
+        thresholds: the thresholds by condition; other conditions are not looked for.
+        checks_in_a_row: the number of checks in a row at which a share or a ratio must be beyond its threshold.
 
-    What came first decides. Casts lose more where the loss has risen, as all tensors change then: what begins after it
-    counts only if FP8 may have made it rise, or in data, which do not change by it.
+    What came first decides. After the loss has risen, casts lose more because all tensors change. So what begins after
+    the rise counts only if FP8 may have caused the rise, or if it is in data, which the loss does not change.
 
     Attributes:
-        loss: of the run; it gets each step's.
-        began: the step at which the run was begun, or resumed without what it had measured; None: 0.
+        loss: the loss of the run; gets the loss of each step.
+        began: the step at which the run began, or was resumed without its measurements; None: 0.
     """
 
     def __init__(self, thresholds: Mapping[str, float], checks_in_a_row: int) -> None:
@@ -71,12 +71,12 @@ class Diagnosis:
 
         Args:
             state: of the model.
-            measured: of its tensors.
-            products: by layer, the signal-to-noise ratio of its product, in dB.
-            data: the layers that take data.
+            measured: the measurements of its tensors.
+            products: the signal-to-noise ratio of each layer's product, in dB.
+            data: the layers whose input is data.
             layers: all converted layers.
-            steps: how many the run has made.
-            held: what was found and held at the check before.
+            steps: the number of steps that the run has made.
+            held: the findings that held at the previous check.
         """
         rises = {
             name: value
@@ -112,7 +112,7 @@ class Diagnosis:
         return found if explained else found | {(name, ""): value for name, value in rises.items()}
 
     def forget(self, changes: Callable[[str], bool]) -> None:
-        """Restart the counts of the places for which ``changes`` holds: their scaling has been changed."""
+        """Restart the counts of the places for which ``changes`` is true, because their scaling has been changed."""
         self._in_a_row = {key: times for key, times in self._in_a_row.items() if not changes(key[1])}
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class Diagnosis:
         return bool(self._in_doubt)
 
     def _of_layers(self, state: ScalingState, measured: Measured, run: set[int], trains: set[int]) -> Found:
-        """Layers that do not run, of those in training mode, and those that do not learn, of those with a weight to
-        train; all by their positions."""
+        """Layers in training mode that do not run, and layers with a weight to train that do not learn. ``run`` and
+        ``trains`` hold positions."""
         found, count = Found(), len(state.module_names)
         updated, nonfinite, active = measured.updated, measured.nonfinite, measured.active
         if not measured.updates:
@@ -256,6 +256,6 @@ class Diagnosis:
         return found
 
     def _count(self, condition: str, where: str, holds: bool) -> int:
-        """At how many checks in a row, this one included, a condition holds."""
+        """The number of checks in a row, including this one, at which a condition holds."""
         times = self._in_a_row[condition, where] = self._in_a_row.get((condition, where), 0) + 1 if holds else 0
         return times

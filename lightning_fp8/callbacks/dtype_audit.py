@@ -61,7 +61,7 @@ class DtypeAudit(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._first_step is not None:
             rows = self._audit(trainer, pl_module, []).rows
-            # by name: where several optimizers take turns, each is checked with the gradients of its own step
+            # by name: if several optimizers take turns, each is checked with the gradients of its own step
             self._gradients.update({row.name: row for row in rows if row.kind == "gradient"})
 
     @override

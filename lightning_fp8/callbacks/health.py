@@ -1,4 +1,4 @@
-"""What makes an FP8 run healthy: thresholds, findings, and the verdict on a run. Nothing here measures."""
+"""The health of an FP8 run: thresholds, findings, and the verdict. Nothing here measures."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ MOST_SHOWN = 5
 
 
 class Condition(NamedTuple):
-    """What can be found.
+    """A condition that ``Fp8Monitor`` looks for.
 
     Attributes:
-        threshold: from where on it is found; see ``unit``.
-        unit: of the threshold.
-        status: of a run in which it holds now: ``"unhealthy"`` or ``"look at"``; ``"not FP8"`` if FP8 is not the cause.
-        what: what is measured, for people; ``{}`` is the measured value.
-        meaning: what that means.
-        remedy: what to do; ``{layers}`` are the layers, ``{bf16}`` is the line that runs them in bf16, ``{recipe}``
-            that of the run, ``{margin}`` one more than it has.
-        source: where the threshold is from.
+        threshold: a measured value beyond this is a finding.
+        unit: the unit of the threshold.
+        status: the status of a run in which it holds now: ``"unhealthy"`` or ``"look at"``; ``"not FP8"`` if FP8 is not
+            the cause.
+        what: the measurement in words; ``{}`` is the measured value.
+        meaning: what the measurement means.
+        remedy: what to do. ``{layers}`` are the layers, ``{bf16}`` is the line that runs them in bf16, ``{recipe}`` is
+            the run's recipe, ``{margin}`` is the run's margin plus one.
+        source: where the threshold comes from.
     """
 
     threshold: float
@@ -43,7 +44,7 @@ CONDITIONS: dict[str, Condition] = {
         "steps in a row",
         "not FP8",
         "inf or NaN, at most {:.0f} steps in a row",
-        "The values came in so: a cast makes no finite number inf or NaN. It clips inf, so the loss may look right.",
+        "Casts received them: a cast makes no finite number inf or NaN. It clips inf, so the loss may look right.",
         "look at the batch of that step and at the learning rate; `Trainer(detect_anomaly=True)` names the operation",
         "a healthy run has none",
     ),
@@ -52,7 +53,7 @@ CONDITIONS: dict[str, Condition] = {
         "checks before",
         "look at",
         "cannot tell whether FP8 is the cause: inf or NaN after {:.0f} checks",
-        "What casts lost before that was not measured, or too seldom for a finding.",
+        "The losses of casts before that were not measured, or too rarely for a finding.",
         "resume from an earlier checkpoint, with finite weights, and `Fp8Monitor(every_n_steps=1)`",
         "ours: as many checks as a share must be found at",
     ),
@@ -195,22 +196,22 @@ CONDITIONS: dict[str, Condition] = {
         "ours",
     ),
 }
-# conditions whose values are found below their threshold
+# conditions that hold if the value is below the threshold
 LOW = ("imprecise", "product", "tiny")
-# a setting that does not fit comes before what casts lose by it
+# an unsuitable setting comes before the losses that it causes
 CAUSES = ("margin", "window")
 EFFECTS = ("saturated", "underflowed", "imprecise", "product")
-# what current scaling may end, and what bf16 may
+# conditions that a move to current scaling may end, and those that a move to bf16 may end
 OF_THE_SCALE = ("stale", "saturated", "underflowed", "growing", "window", "bursts", "margin")
 OF_THE_CAST = ("nonfinite", *OF_THE_SCALE, "imprecise", "product", "limit")
 
 
 def checked_thresholds(changed: Mapping[str, float | None] | None) -> dict[str, float]:
-    """The thresholds by condition: the defaults, with some changed; a condition with None is not looked for.
+    """The default thresholds by condition, with changes. A condition set to None is not looked for.
 
     Raises:
-        TypeError: for another type.
-        ValueError: for a name that is no condition, or a value that is no finite number.
+        TypeError: if ``changed`` is not a mapping.
+        ValueError: for an unknown condition, or a value that is not a finite number.
     """
     thresholds: dict[str, float | None] = {name: condition.threshold for name, condition in CONDITIONS.items()}
     if not isinstance(changed, Mapping | None):
@@ -235,7 +236,7 @@ class Finding:
     Attributes:
         condition: its name in :data:`CONDITIONS`.
         where: the tensor, the layer, or empty for the run.
-        since: the step of the check that found it first; of inf and NaN, the first step that had it.
+        since: the step of the check that found it first; for inf and NaN, the first step that had them.
         last: the step of the newest check at which it held.
         value: the worst measured value, in the unit of the condition.
         remedy: what to do.
@@ -258,7 +259,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an FP8 run is healthy; ``str()`` begins with the answer, ``as_dict()`` holds all of it.
+    """Whether an FP8 run is healthy. ``str()`` begins with the answer; ``as_dict()`` has all details.
 
     Attributes:
         findings: what was found, the worst first; empty if the run is healthy.
@@ -285,7 +286,7 @@ class Verdict:
 
     @property
     def groups(self) -> list[tuple[Finding, list[str]]]:
-        """The findings of one condition as one, with the worst value; and all their places, in order."""
+        """The findings of each condition, merged: the finding with the worst value, and all places in order."""
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.condition, []).append(finding)
@@ -348,10 +349,11 @@ def _together(findings: Sequence[Finding]) -> Finding:
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first: those of FP8, what holds now, by condition, by how far they are from the threshold.
+    """The findings, worst first: sorted by whether FP8 is the cause, whether they hold now, condition, and distance
+    from the threshold.
 
-    A setting that does not fit comes before what casts lose by it. Tensors with inf and NaN come in the order in which
-    they got them, as these spread: in a step weights, inputs, and then gradients.
+    An unsuitable setting comes before the losses that it causes. inf and NaN spread, so tensors with these come in the
+    order in which they got them: in a step weights, inputs, and then gradients.
     """
     findings = list(findings)
     lossy = {tensor_of(finding.condition, finding.where) for finding in findings if finding.condition in EFFECTS}

@@ -1,4 +1,4 @@
-"""What the loss of a run does between checks."""
+"""Follows the loss of a run between checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# how far the median of an interval, and single steps, must be above the lowest median, and the latter above their own:
-# as a share of what the median has fallen, and in standard deviations of recent losses
+# how far an interval's median, and single steps, must be above the lowest median, and single steps also above their own
+# median: as a share of what the median has fallen, and in standard deviations of recent losses
 _RISE = 0.5
 _FAR_OF_MEDIANS, _FAR = 3.0, 6.0
 _CHECKS_IN_A_ROW = 3
-# so many losses tell how much they vary
+# the number of losses from which their variation is computed
 _RECENT = 50
 _STATE = ("_first", "_lowest", "_recent", "_in_a_row", "_ends_high", "checks_risen")
 
@@ -24,8 +24,8 @@ class Loss:
     """The losses of the steps since the check before, on the device until then.
 
     The loss *diverges* if its median over an interval has risen, at three checks in a row, by more than half of what it
-    had fallen since the first interval, or if it is inf or NaN. It *spikes* if single steps rise so far, and the median
-    does not. Neither counts within the noise of recent losses.
+    had fallen since the first interval, or if it is inf or NaN. It *spikes* if single steps rise that far but the
+    median does not. Neither counts within the noise of recent losses.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Loss:
         self.checks_risen, self.steps_risen = 0, 0.0
 
     def add(self, loss: Tensor | float | None) -> None:
-        """The loss of a batch; those of a step are averaged."""
+        """Add the loss of a batch; the losses of a step are averaged."""
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() != 1):
             self._of_batches.append(torch.as_tensor(loss).detach().double().reshape(()))
 
@@ -53,10 +53,10 @@ class Loss:
             self._of_batches = []
 
     def check(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, float]:
-        """By condition, how far the loss has risen, as a share of what it had fallen; inf if it is not finite."""
+        """How far the loss has risen, as a share of what it had fallen, by condition; inf if it is not finite."""
         if not self._of_steps:
             return {}
-        # those of before a resume are on the CPU
+        # losses from before a resume are on the CPU
         device = self._of_steps[-1].device
         of_steps, self._of_steps = torch.stack([loss.to(device) for loss in self._of_steps]), []
         summed = reduce(torch.stack([of_steps, torch.ones_like(of_steps)]), "sum").cpu()
@@ -96,10 +96,10 @@ class Loss:
         if self._first is None or len(self._recent) < 2:
             return math.inf, math.inf
         low, _, high = statistics.quantiles(self._recent, n=4)
-        # that of normally distributed numbers with these quartiles
+        # the standard deviation of normally distributed numbers with these quartiles
         noise = (high - low) / 1.349
         fallen = self._first - self._lowest
-        # a loss that has hardly fallen diverges where it doubles
+        # a loss that has hardly fallen diverges if it doubles
         return fallen if fallen > _FAR_OF_MEDIANS * noise else max(fallen, 2 * abs(self._first)), noise
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``Fp8Monitor``: is this FP8 run healthy, and if not, where, and what is there to do?"""
+"""``Fp8Monitor``: is this FP8 run healthy? If not, where is the problem, and what can you do?"""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ _MOVES = ("fallback", "current")
 
 
 class Fp8Monitor(RunWatcher):
-    """Answers whether an FP8 run is healthy; at the end of ``fit`` in one line, as
-    ``FP8: healthy (24 layers, 2,000 steps)`` or ``FP8: look at 2 findings (...)`` with what, where, since when and the
-    line that mends it.
+    """Tells whether an FP8 run is healthy.
+
+    At the end of ``fit`` it says ``FP8: healthy (24 layers, 2,000 steps)``; or ``FP8: look at 2 findings (...)`` and,
+    for each finding, what it is, where, since when, and the line that fixes it.
 
     Every ``every_n_steps`` it measures, for each tensor of each converted layer: the shares of numbers that casts clip
     and turn into zero, the signal-to-noise ratio of casts and of the layer's product on a sample of 64 rows, steps with
@@ -56,17 +57,17 @@ class Fp8Monitor(RunWatcher):
     A finding is reported once, when it is found, and again if it comes back. ``action`` says what else happens:
 
     - ``"warn"``: nothing.
-    - ``"raise"``: a ``RuntimeError``, except for what the loss does.
+    - ``"raise"``: a ``RuntimeError``, except for findings about the loss.
     - ``"fallback"``: layers in which casts lose too much run in bf16 from then on.
-    - ``"current"``: where the scale is the cause, such a layer first moves to current scaling: its inputs and gradients
+    - ``"current"``: if the scale is the cause, such a layer first moves to current scaling: its inputs and gradients
       are scaled by their own values, and layers with the same input move with it. At its next finding it moves to bf16.
-      Under a recipe without histories this is ``"fallback"``.
+      Under a recipe without histories this is the same as ``"fallback"``.
 
-    Moves are recorded in checkpoints, also for runs that load them without the callback. If more than half of the
-    layers have inf or NaN or stale scales, the layers are not the cause, and none is moved for it. With ``cooldown`` a
-    layer that this callback has moved comes back so many steps later.
+    Checkpoints record moves, so they also apply in runs that load a checkpoint without the callback. If more than half
+    of the layers have inf or NaN or stale scales, the layers are not the cause, and none is moved for it. With
+    ``cooldown``, a layer that this callback has moved comes back that many steps later.
 
-    A resumed run goes on exactly. A second fit begins anew; what was moved before stays.
+    A resumed run continues exactly. A second fit starts over; layers that were moved before stay moved.
 
     Without a Trainer, call :meth:`check` after each step, and :meth:`verdict` when you want the answer::
 
@@ -80,7 +81,7 @@ class Fp8Monitor(RunWatcher):
             optimizer.zero_grad()
         print(monitor.verdict())
 
-    It logs, to all loggers, at most 40 numbers at a check, however large the model: ``fp8/health/findings``,
+    It logs at most 40 numbers per check to all loggers, however large the model: ``fp8/health/findings``,
     ``fp8/health/fallbacks`` and ``fp8/health/current`` (numbers of findings, and of layers that have moved);
     ``fp8/health/<role>/<quantity>/<which>`` for each role, with ``saturated_fraction/max``,
     ``underflowed_fraction/max``, ``headroom_bits/min`` and ``median`` (not of weights), ``sqnr_db/min`` and ``median``;
@@ -89,22 +90,22 @@ class Fp8Monitor(RunWatcher):
     ``ended`` or ``failed``.
 
     A check takes one copy from the device, and the step before it counts lost numbers; between checks nothing waits for
-    the device. With several processes all see the sums over all of them, so all act alike. Products of layers inside
-    ``torch.compile``, of attentions and of experts are not measured, their tensors are. Under another precision it
-    warns once and does nothing.
+    the device. With several processes, all of them see the sums over all processes, so all act alike. The products of
+    layers inside ``torch.compile``, of attentions and of experts are not measured, but their tensors are. Under another
+    precision it warns once and does nothing.
 
     Args:
         every_n_steps: optimizer steps between two checks. Under a Trainer steps are those of its logs, which a resumed
-            run continues: training batches divided by ``accumulate_grad_batches``, so that they advance even where the
+            run continues: training batches divided by ``accumulate_grad_batches``, so that they advance even if the
             Trainer sees no optimizer step.
         action: see above.
         cooldown: steps until a layer comes back; None: never.
-        thresholds: by condition, another one, or None not to look for it: ``{"saturated": 0.05, "unused": None}``.
-        checks_in_a_row: at so many checks in a row a share or a ratio must be beyond its threshold.
+        thresholds: other thresholds by condition; None disables a condition: ``{"saturated": 0.05, "unused": None}``.
+        checks_in_a_row: the number of checks in a row at which a share or a ratio must be beyond its threshold.
 
     Raises:
-        ValueError: for another action, a number out of its range, a condition that does not exist, ``cooldown`` with an
-            action that moves no layer, or an action that may move layers to bf16 together with ``fp8_all_gather``.
+        ValueError: for an unknown action or condition, a number out of its range, ``cooldown`` with an action that
+            moves no layer, or an action that may move layers to bf16 together with ``fp8_all_gather``.
         TypeError: for ``thresholds`` of another type.
         RuntimeError: in training, with ``action="raise"``.
     """
@@ -142,27 +143,27 @@ class Fp8Monitor(RunWatcher):
         self._burst = self.thresholds.get("bursts", math.inf)
         self._moves = Moves()
         self._findings: dict[tuple[str, str], Finding] = {}
-        # those that have been reported and still hold
+        # findings that have been reported and still hold
         self._said: set[tuple[str, str]] = set()
         self._folder: Path | None = None
 
     # A loop of one's own
 
     def check(self, model: nn.Module, loss: Tensor | float | None = None) -> None:
-        """To be called in a loop without a Trainer, once the optimizer and the scales have been updated.
+        """Call this in a loop without a Trainer, after the optimizer step and the update of the scales.
 
-        Every ``every_n_steps`` calls it measures, warns and acts. Call it before ``optimizer.zero_grad()``: a layer in
-        eval mode is known by its gradients.
+        Every ``every_n_steps`` calls it measures, warns and acts. Call it before ``optimizer.zero_grad()``, because it
+        recognises layers in eval mode by their gradients.
 
         Args:
             model: the converted model.
-            loss: the loss of this step, on any device; None if it is not to be watched.
+            loss: the loss of this step, on any device; None to not watch it.
 
         Raises:
             ValueError: if the model is not converted.
             RuntimeError: with ``action="raise"``.
         """
-        # `state_now` does not go through the model at each step; `scaling_state` says what is wrong with it
+        # `state_now` does not go through the model at each step; `scaling_state` raises the right error
         state = state_now(model) or scaling_state(model)
         if self._watch is None:
             self._watch = Watch(state, self._burst)
@@ -254,7 +255,7 @@ class Fp8Monitor(RunWatcher):
             return
         self._diagnosis.loss.add(outputs.get("loss") if isinstance(outputs, Mapping) else outputs)
         self._batches += 1
-        # batches are counted, as another loop may make the optimizer's steps; the last one of an epoch steps, too
+        # count batches, as another loop may make the optimizer's steps; the last batch of an epoch also steps
         if self._batches >= trainer.accumulate_grad_batches or trainer.is_last_batch:
             self._batches = 0
             metrics = self._step_ends(pl_module, state)
@@ -383,7 +384,7 @@ class Fp8Monitor(RunWatcher):
         _warn(message)
 
     def _forget(self, layers: Sequence[str]) -> None:
-        """Begin anew with layers whose scaling has been changed."""
+        """Start over with layers whose scaling has been changed."""
 
         def changes(where: str) -> bool:
             return where in layers or where.rpartition(".")[0] in layers

@@ -13,7 +13,7 @@ class Moves:
     """The moves of one run.
 
     Attributes:
-        steps_since: by layer that has moved, the steps since its last move.
+        steps_since: for each layer that has moved, the steps since its last move.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class Moves:
         Args:
             state: of the model.
             active: how many layers are in use.
-            new: condition and tensor or layer of each.
-            to: ``"fallback"``, or ``"current"``: where that can help, to current scaling.
+            new: condition, and tensor or layer, of each finding.
+            to: ``"fallback"``; or ``"current"``, which moves to current scaling first if that can help.
 
         Returns:
             Names of the layers that have moved to current scaling, and to bf16.
@@ -63,14 +63,14 @@ class Moves:
             return [], []
         before = set(state.current_modules)
         state.switch("move", {**dict.fromkeys(to_bf16, BF16), **dict.fromkeys(to_current, Choice(is_current=True))})
-        # a layer that runs in bf16 already, and takes the same input, is not moved
+        # do not move a layer with the same input that already runs in bf16
         current = [name for name in state.current_modules if name not in before.union(state.fallbacks)]
         in_bf16 = [state.module_names[module] for module in sorted(to_bf16)]
         self.steps_since |= dict.fromkeys([*current, *in_bf16], 0)
         return current, in_bf16
 
     def come_back(self, state: ScalingState, cooldown: int) -> list[str]:
-        """Move back the layers that were moved so many steps ago, and return their names."""
+        """Move back the layers whose last move was ``cooldown`` steps ago, and return their names."""
         over = {name for name, steps in self.steps_since.items() if steps >= cooldown}
         self.steps_since = {name: steps for name, steps in self.steps_since.items() if name not in over}
         modules = [module for module, name in enumerate(state.module_names) if name in over]

@@ -1,4 +1,4 @@
-"""Precision over time: what the layers of a run compute in, by optimizer step."""
+"""Precision over time: the precision of a run's layers, by optimizer step."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from lightning_fp8.conversion.schedule import Schedule
 
 
 class PrecisionSchedule(Callback):
-    """Changes what the layers of an FP8 run compute in: ``PrecisionSchedule({0.9: "bf16"})`` ends a run in bf16.
+    """Changes the precision of an FP8 run's layers during the run: ``PrecisionSchedule({0.9: "bf16"})`` ends in bf16.
 
-    A key is the number of optimizer steps made before, as ``trainer.global_step`` counts them, or a share of the steps
-    that the run plans, rounded down to a step. From there on the value holds, up to the next key:
+    A key is the number of optimizer steps made before the switch, as ``trainer.global_step`` counts them, or a share of
+    the planned steps, rounded down to a step. Each value applies from its key up to the next one:
 
     - ``"bf16"``: all products are in bf16, as after :func:`lightning_fp8.conversion.fall_back`.
     - ``"fp8"``, or the string of the run's recipe: as converted. Products that the recipe or
       ``overrides`` have in bf16 are in bf16 under every value.
     - ``{"fprop": "bf16"}``: these products are in bf16, the others as converted.
-    - ``"fp8-current"``, in a run with histories: inputs and gradients are scaled by their own values, together with
-      those of layers that take the same input.
-    - ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``: any of these by ``fnmatch`` pattern on module paths, for
-      what it matches and everything inside; later patterns win, product by product. Other layers are as converted.
+    - ``"fp8-current"``, in a run with histories: inputs and gradients are scaled by their own values, also in layers
+      with the same input.
+    - ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``: any of these values by ``fnmatch`` pattern on module paths.
+      A pattern applies to the modules it matches and everything inside; later patterns win, product by product. Other
+      layers are as converted.
 
-    So ``{0: "bf16", 500: "fp8"}`` is a warm-up in bf16. The precision follows from the step alone: checkpoints do not
-    hold it, and a run that is resumed with the same schedule goes on bit for bit. A layer that ``Fp8Monitor`` or
-    ``fall_back`` has moved stays where it is under every value. After a switch the run is, bit for bit, one that is
-    resumed from the checkpoint of that step with the new precision.
+    So ``{0: "bf16", 500: "fp8"}`` is a warm-up in bf16. The precision depends only on the step: checkpoints do not hold
+    it, and a run that is resumed with the same schedule continues bit for bit. A layer that ``Fp8Monitor`` or
+    ``fall_back`` has moved stays where it is under every value. After a switch, the run is bit-identical to a run that
+    is resumed from the checkpoint of that step with the new precision.
 
-    Switches are made before the first batch of an optimizer step, on all processes at the same one. A layer keeps no
-    history while none of its products takes the tensor in FP8: back in FP8 it begins as at its first use. When the run
-    ends, the model stays as it is; the next fit begins as converted. Compiled code is compiled again at its first use
-    after a switch. Rank 0 says once what each switch did, and logs to all loggers, at the steps around a switch and at
-    both ends:
+    Switches happen before the first batch of an optimizer step, at the same step on all processes. A tensor loses its
+    history while no product takes it in FP8; back in FP8, it starts as at its first use. When the run ends, the model
+    stays as it is; the next fit starts as converted. Compiled code is compiled again at its first use after a switch.
+    Rank 0 says once what each switch did, and logs to all loggers, at the steps around a switch and at both ends:
 
     - ``fp8/schedule``: the entry in force, counted from 1; 0 before the first.
 
@@ -52,10 +52,10 @@ class PrecisionSchedule(Callback):
         schedule: the values by step or share, in increasing order.
 
     Raises:
-        TypeError: if ``schedule`` is no mapping.
-        ValueError: for keys that are none or in another order, and unknown values; when the run starts, for a share of
-            a run without a planned number of steps, a pattern that matches no FP8 layer, a recipe that the run cannot
-            change to, and bf16 for a weight that exists in FP8 only or is gathered in FP8.
+        TypeError: if ``schedule`` is not a mapping.
+        ValueError: for invalid or unordered keys, and unknown values; when the run starts, for a share of a run without
+            a planned number of steps, a pattern that matches no FP8 layer, a recipe that the run cannot change to, and
+            bf16 for a weight that exists in FP8 only or is gathered in FP8.
 
     Sources: bf16 for the last part of a run: MLPerf's FP8 recipes; in forward alone: arXiv 2509.25149, appendix D.
     """
@@ -71,12 +71,12 @@ class PrecisionSchedule(Callback):
         return self._schedule.entries
 
     def before_step(self, model: nn.Module, step: int, planned_steps: int | None = None) -> None:
-        """For a loop of your own: let the model run as the schedule says, before the forwards of each optimizer step.
+        """Apply the schedule in your own loop: call this before the forwards of each optimizer step.
 
         Args:
             model: the converted model, wrapped or not.
-            step: how many optimizer steps have been made before, those before a resumption included.
-            planned_steps: how many the whole run makes; needed for shares.
+            step: how many optimizer steps have been made, including those before a resumption.
+            planned_steps: how many steps the whole run makes; needed for shares.
 
         Raises:
             ValueError: at the first call for a model, as the class says.
@@ -98,7 +98,7 @@ class PrecisionSchedule(Callback):
                 f"PrecisionSchedule: no layer runs in FP8 under precision={trainer.precision!r}; nothing to switch."
             )
             return
-        # all processes switch at the same step, whatever each of them knows about its data
+        # all processes must switch at the same step, even if they know different numbers of batches
         planned = trainer.strategy.broadcast(_planned_steps(trainer, pl_module))
         self._schedule.start(pl_module, planned)
         if self._schedule.needs_weights:
@@ -129,9 +129,9 @@ class PrecisionSchedule(Callback):
 
 
 def _planned_steps(trainer: Trainer, model: LightningModule) -> int | None:
-    """How many optimizer steps a run plans to make, if anything says it."""
+    """How many optimizer steps a run plans to make; None if unknown."""
     if not model.automatic_optimization:
-        # a batch makes as many as the model likes
+        # with manual optimization, the model decides how many steps a batch makes
         return trainer.max_steps if trainer.max_steps >= 0 else None
     steps = trainer.estimated_stepping_batches
     return None if math.isinf(steps) else int(steps)

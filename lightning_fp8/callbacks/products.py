@@ -19,9 +19,9 @@ ROWS = 64
 
 
 class Products:
-    """Sums of signal and noise between :meth:`start` and :meth:`stop`, by module path: of the first call of each linear
-    layer, in training; and whether its input is data, which no training changes. No scale, gradient or random number
-    changes by it."""
+    """Sums of signal and noise by module path, for the first training call of each linear layer between :meth:`start`
+    and :meth:`stop`; and whether the layer's input is data, which training does not change. Measuring changes no scale,
+    gradient or random number."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
@@ -43,7 +43,7 @@ class Products:
 
     def _measuring(self, path: str) -> Callable[..., None]:
         def measure(layer: Fp8Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # not recomputation in backward, which repeats a forward
+            # skip recomputation in backward, which repeats a forward
             is_first = path not in self._sums and torch._C._current_graph_task_id() == -1
             x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if is_first and layer.training and x is not None and isinstance(output, Tensor) and output.numel():
@@ -64,7 +64,7 @@ def _signal_and_noise(layer: nn.Module, x: Tensor, output: Tensor, is_data: bool
 
 
 def ratios(sums: dict[str, Tensor], paths: Sequence[str], device: torch.device) -> tuple[dict[str, float], set[str]]:
-    """The signal-to-noise ratio of each layer's product over all processes, in dB, and the layers that take data."""
+    """The signal-to-noise ratio of each layer's product over all processes, in dB; and layers whose input is data."""
     # zeros for a layer that this process has not run
     empty = torch.zeros(3, dtype=torch.float64, device=device)
     together = over_processes(torch.stack([sums.get(path, empty) for path in paths]), "sum")

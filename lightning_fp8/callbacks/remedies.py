@@ -1,4 +1,4 @@
-"""What mends a finding of ``Fp8Monitor``, under the recipe of the run."""
+"""Remedies for findings of ``Fp8Monitor``, under the recipe of the run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def remedy(
 
     Args:
         places: where a condition holds, in order.
-        condition: its name.
-        found: all that was found at this check.
+        condition: the name of the condition.
+        found: all findings of this check.
         state: of the model.
         layers: how many layers run in FP8.
     """

@@ -1,4 +1,4 @@
-"""Shared by the callbacks that watch a run: logging to all loggers, and what there is to do when the run ends."""
+"""Shared by the callbacks that watch a run: logging to all loggers, and what to do when the run ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_fp8.scaling.state import ScalingState
 
 
 class RunWatcher(Callback):
-    """A callback that acts every N steps of an FP8 run: it says if a run has no FP8, or was too short for that.
+    """A callback that acts every N steps of an FP8 run. It warns if a run has no FP8, or fewer than N steps.
 
     Attributes:
         every_n_steps: the argument.
@@ -29,7 +29,7 @@ class RunWatcher(Callback):
         self._when = EveryNSteps(type(self).__name__, every_n_steps)
 
     def _starts(self, trainer: Trainer, model: LightningModule, what_for: str) -> bool:
-        """Begin a fit: whether any layer runs in FP8, else a warning says that there is nothing to do."""
+        """Begin a fit; returns whether any layer runs in FP8, and warns that there is nothing to do if none does."""
         self._stop()
         self._when.start(trainer.global_step)
         if is_converted(model):
@@ -42,7 +42,7 @@ class RunWatcher(Callback):
 
     @property
     def _state(self) -> ScalingState | None:
-        """The scaling state of the model that is watched, as it is now; None between fits."""
+        """The current scaling state of the model that is watched; None between fits."""
         return None if self._model is None else state_now(self._model)
 
     def _stop(self) -> None:
@@ -80,8 +80,8 @@ def log_to_all(trainer: Trainer, metrics: Mapping[str, float]) -> int:
 
 
 def step_of_logs(trainer: Trainer) -> int:
-    """The step axis of Lightning's own callbacks, which a resumed run continues: ``global_step``, but a batch for which
-    several optimizers step counts once."""
+    """The step axis of Lightning's own callbacks, which a resumed run continues: ``global_step``, except that a batch
+    with steps of several optimizers counts once."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

@@ -21,21 +21,21 @@ class ScaleFactorLogger(RunWatcher):
 
     For each tensor ``<module path>.<role>`` that a pattern matches, with the roles input, weight and grad_output:
 
-    - ``fp8/<tensor name>/scale``: multiplier before the cast, as the next step will use it; for a weight, which has
-      no history, as its last cast used it. No unit.
-    - ``fp8/<tensor name>/amax``: largest absolute value in the newest recorded step, for a weight in its last cast, in
-      the unit of the tensor; 0 until there is one.
-    - ``fp8/<tensor name>/amax_history_max``: the largest in the history, in the unit of the tensor; not for weights.
+    - ``fp8/<tensor name>/scale``: multiplier before the cast in the next step; for a weight, which has no history, in
+      its last cast. No unit.
+    - ``fp8/<tensor name>/amax``: largest absolute value in the newest recorded step, or in a weight's last cast, in the
+      unit of the tensor; 0 until there is one.
+    - ``fp8/<tensor name>/amax_history_max``: largest amax in the history, in the unit of the tensor; not for weights.
     - ``fp8/<tensor name>/headroom_bits``: ``log2(FP8_MAX / (amax * scale))``, powers of two by which that amax may grow
-      before the next cast clips it, in bits; not logged until there is an amax, nor for weights, which are never
+      before the next cast clips it, in bits. Not logged until there is an amax, nor for weights, which are never
       clipped.
     - ``fp8/<tensor name>/saturated_fraction``: share of the numbers that this step's casts clipped, 0 to 1.
-    - ``fp8/<tensor name>/underflowed_fraction``: share of the nonzero numbers that they turned into zero, 0 to 1.
-      Neither fraction is logged for a tensor that was not cast.
+    - ``fp8/<tensor name>/underflowed_fraction``: share of the nonzero numbers that this step's casts turned into zero,
+      0 to 1. Neither fraction is logged for a tensor that was not cast.
     - ``fp8/<tensor name>/smallest_exponent`` and ``largest_exponent``, under recipes with blocks: log2 of the smallest
-      and largest ``1 / scale`` of the blocks of this step's casts, in both layouts; under ``fp8-mx`` the exponents that
-      are stored, whole numbers from -126 to 127. Blocks of zeros are left out. One with inf or NaN is too under
-      ``fp8-mx``; under ``fp8-block`` its scale is 1, so it counts as 0.
+      and largest ``1 / scale`` of the blocks of this step's casts, in both layouts; under ``fp8-mx`` these are the
+      stored exponents, whole numbers from -126 to 127. Blocks of zeros are left out, and under ``fp8-mx`` also blocks
+      with inf or NaN; under ``fp8-block`` the latter have the scale 1, so they count as 0.
     - ``fp8/<tensor name>/nonfinite_steps``: number of steps so far in which the tensor held inf or NaN, which left its
       scale and history unchanged.
 
@@ -48,22 +48,22 @@ class ScaleFactorLogger(RunWatcher):
 
     With ``prog_bar``, in the progress bar and ``trainer.callback_metrics``, not in loggers:
 
-    - ``fp8/saturated_fraction`` and ``fp8/underflowed_fraction``: the largest of all tensors that were cast, 0 to 1.
+    - ``fp8/saturated_fraction`` and ``fp8/underflowed_fraction``: the largest fraction of any tensor that was cast.
 
     It takes one device-to-host copy per logging step; fractions are counted in logging steps only. With several
-    processes, fractions and exponents are over all of them, and rank 0 logs. Under another precision, and after a run
-    of fewer steps than ``every_n_steps``, it warns once and has done nothing.
+    processes, fractions and exponents are over all of them, and rank 0 logs. Under another precision it warns once and
+    does nothing. After a run of fewer than ``every_n_steps`` steps, it warns that it has logged nothing.
 
     Args:
         every_n_steps: optimizer steps between two logging steps.
         patterns: ``fnmatch`` patterns on tensor names; a tensor is logged if any of them matches; ``()`` logs
             only the summaries.
-        summaries: whether to log them.
-        histograms: whether to draw them.
+        summaries: whether to log summaries.
+        histograms: whether to log histograms.
         prog_bar: whether the progress bar shows the two worst fractions.
 
     Raises:
-        ValueError: if ``every_n_steps`` is no integer of at least 1, or a pattern matches no tensor of the model.
+        ValueError: if ``every_n_steps`` is not an integer of at least 1, or a pattern matches no tensor of the model.
         TypeError: if ``patterns`` is a single string.
     """
 

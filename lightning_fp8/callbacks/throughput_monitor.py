@@ -1,11 +1,10 @@
 """Throughput, and model FLOPs utilisation (MFU) against the peak of the precision that actually runs.
 
-Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin: fp32 for FP8,
-or the ``reduce_dtype``, in which nothing is multiplied. MFU comes out 30 times too high on an H100. Its table
-of chips has no FP8, and its int8 numbers are no substitute: some include sparsity, or count two GPUs, or are twice the
-FP8 rate with fp32 accumulation. So FP8 has its own table: ``lightning_fp8.runtime.peaks``. Lightning's bf16 peaks are
-used unchanged, even where they are doubtful (two GPUs for the H100 NVL, an L4 for the L40S); ``peak_flops`` replaces
-them.
+Lightning's ``ThroughputMonitor`` takes the peak of the dtype that it infers from the precision plugin: fp32 for FP8, or
+the ``reduce_dtype``, in which nothing is multiplied. This makes MFU 30 times too high on an H100. Its table of chips
+has no FP8, and its int8 numbers are no substitute: some include sparsity, count two GPUs, or are twice the FP8 rate
+with fp32 accumulation. So FP8 has its own table: ``lightning_fp8.runtime.peaks``. Lightning's bf16 peaks are used
+unchanged, even if they are doubtful (two GPUs for the H100 NVL, an L4 for the L40S); ``peak_flops`` replaces them.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     """Lightning's ``ThroughputMonitor`` with MFU relative to the peak of this package's precisions.
 
     - The ``"fp8-"`` precisions, whatever their ``compute_dtype``: the device's dense FP8 peak. For a chip that is not
-      in this package's table, twice Lightning's bf16 peak, with one warning; no MFU where Lightning does not know that
-      peak either, nor on the CPU.
+      in this package's table, twice Lightning's bf16 peak, with one warning. No MFU if Lightning does not know the chip
+      either, nor on the CPU.
     - ``bf16-mixed`` and ``bf16-true``: Lightning's peak of the compute dtype, bf16, under FSDP too.
     - Lightning's own precisions: the peak that Lightning takes.
 
@@ -48,18 +47,18 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     - ``<stage>/device/batches_per_sec``, ``<stage>/device/samples_per_sec``: batches or samples per second, of one
       device.
     - ``<stage>/device/items_per_sec``: items (tokens) per second, of one device; with ``length_fn``.
-    - ``<stage>/device/flops_per_sec``: FLOP/s of one device; where the ``LightningModule`` has ``flops_per_batch``.
-    - ``<stage>/device/mfu``: that divided by the peak, 0 to 1, no unit; where the peak is known as well.
+    - ``<stage>/device/flops_per_sec``: FLOP/s of one device; if the ``LightningModule`` has ``flops_per_batch``.
+    - ``<stage>/device/mfu``: these FLOP/s divided by the peak, 0 to 1, no unit; if the peak is known as well.
     - ``<stage>/batches_per_sec``, ``<stage>/samples_per_sec``, ``<stage>/items_per_sec``,
       ``<stage>/flops_per_sec``: the same over all devices; with more than one.
 
-    In FP8, MFU is the model's FLOPs over the FP8 peak. Only the matrix products of converted layers can
-    run at that peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So MFU
-    is a lower bound on how well the device is used, and cannot reach 1.
+    In FP8, MFU is the model's FLOPs over the FP8 peak. Only the matrix products of converted layers can run at that
+    peak: attention itself and layers that are not converted compute in bf16, at half of it or less. So MFU is a lower
+    bound on how well the device is used, and cannot reach 1.
 
-    ``flops_per_batch`` are the FLOPs of one batch on one device, as counted by Lightning's ``measure_flops``: a
-    converted model has as many as the same one in bf16. Count on a second model on the meta device, or on this one in
-    ``eval()``: in training mode a forward records amaxes, and the scales follow them.
+    ``flops_per_batch`` are the FLOPs of one batch on one device, as counted by Lightning's ``measure_flops``. Converted
+    models have as many as in bf16. Count them on a second model on the meta device, or on this model in
+    ``eval()``: in training mode a forward records amaxes, which change the scales.
 
     Args:
         batch_size_fn: batch -> its number of samples. In YAML a dotted path, such as ``builtins.len``.

@@ -17,7 +17,7 @@ from lightning_fp8.scaling.statistics import cast_counts, cast_noise, headroom_b
 
 # a scale and its inverse are rounded, so a value may be above the range by this much without being clipped
 _ROUNDING = 1 + 2**-16
-# what an update counts, and how it goes on when rows are arranged anew
+# counts by row, which tensors keep when rows are arranged anew
 _PER_ROW = (
     *("_updates", "_nonfinite_in_a_row", "_most_in_a_row", "_beyond", "_overshoot"),
     *("_since_nonfinite", "_since_burst"),
@@ -28,25 +28,25 @@ class Measured(NamedTuple):
     """What a check measured, over all processes, on the host. ``[R]`` each, unless it says otherwise.
 
     Attributes:
-        updates: how many updates there were since the check before.
-        updated: of these, at how many the tensor had a finite amax above 0, int64.
+        updates: the number of updates since the previous check.
+        updated: the number of these updates at which the tensor had a finite amax above 0, int64.
         nonfinite: the most steps in a row at which it held inf or NaN, int64.
         active: whether it is in use: its layer's weight got a gradient, another tensor of its layer was updated, or it
             records amaxes that no update uses.
-        with_gradient: whether the weight of its layer got a gradient that is not zero.
-        beyond: at how many of these updates its amax was beyond the range of its scale, int64.
+        with_gradient: whether the weight of its layer got a nonzero gradient.
+        beyond: the number of these updates at which its amax was beyond the range of its scale, int64.
         overshoot: the largest amax relative to the range of its scale.
-        since_nonfinite: of the steps since the check before, how many there were from the first on that had inf or NaN,
+        since_nonfinite: the number of steps since the first one with inf or NaN after the previous check, inclusive,
             int64.
         since_burst: the same for a burst.
-        numbers: numbers that casts of this step took, int64.
-        saturated: of these, those that were clipped, int64.
-        nonzero: those that were not zero, int64.
-        underflowed: of the latter, those that became zero, int64.
-        sqnr: signal to noise of its casts, in dB, float64; NaN where nothing was cast.
-        amax: the newest, float64.
-        scale: float64.
-        headroom: ``log2(FP8_MAX / (amax * scale))``, in bits, float64; NaN where there is no amax.
+        numbers: how many numbers the casts of this step took, int64.
+        saturated: how many of these were clipped, int64.
+        nonzero: how many of these were not zero, int64.
+        underflowed: how many of the nonzero numbers became zero, int64.
+        sqnr: signal to noise of its casts, in dB, float64; NaN if nothing was cast.
+        amax: the newest amax, float64.
+        scale: the scale, float64.
+        headroom: ``log2(FP8_MAX / (amax * scale))``, in bits, float64; NaN if there is no amax.
     """
 
     updates: int
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
     @property
     def underflowed_fraction(self) -> Tensor:
-        """Share of the nonzero numbers that they turned into zero, likewise."""
+        """Share of the nonzero numbers that casts of this step turned into zero, 0 where there was no cast."""
         return self.underflowed / self.nonzero.clamp(min=1)
 
 
@@ -84,8 +84,8 @@ class Watch:
     The amax alone does not show whether a tensor is in use, because a lost amax is one of the faults to find.
 
     Args:
-        state: to be followed.
-        burst: an amax that is so many times the range of its scale is a burst.
+        state: the state to follow.
+        burst: an amax of more than this many times the range of its scale is a burst.
     """
 
     def __init__(self, state: ScalingState, burst: float) -> None:
@@ -109,7 +109,7 @@ class Watch:
 
     @torch.no_grad()
     def follow(self, state: ScalingState) -> None:
-        """Go on with the state that the model has now: tensors keep their counts by name, new ones begin."""
+        """Follow the model's current state: tensors keep their counts by name, new tensors start counting."""
         if state is self.state and state.model.generation == self._generation:
             return
         if state is not self.state:
@@ -121,7 +121,7 @@ class Watch:
         self._take(before, former)
 
     def _take(self, before: dict[str, int], former: dict[str, Tensor]) -> None:
-        """Take over what tensors of these names had."""
+        """Take over the former counts of tensors, by name."""
         pairs = [(row, before[name]) for row, name in enumerate(self.names) if name in before]
         rows, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
         for name, values in former.items():
@@ -145,7 +145,7 @@ class Watch:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; tensors of other names begin."""
+        """Continue from :meth:`state_dict`; tensors of other names start counting."""
         self._take({name: row for row, name in enumerate(state_dict["names"])}, {n: state_dict[n] for n in _PER_ROW})
         if list(self.names) == state_dict["names"]:
             self._with_gradient.copy_(state_dict["with_gradient"])
@@ -189,10 +189,10 @@ class Watch:
 
     @torch.no_grad()
     def check(self, reduce: Callable[[Tensor, str], Tensor]) -> Measured:
-        """What has happened since the check before. It takes one copy from the device, which waits for it.
+        """What has happened since the previous check. It takes one copy from the device, and waits for it.
 
         Args:
-            reduce: the ``"sum"`` or ``"max"`` over all processes, all of which have to check at the same time.
+            reduce: the ``"sum"`` or ``"max"`` over all processes. All processes have to check at the same time.
         """
         state, roles = self.state, len(LAYOUT)
         # while gradients are accumulated an amax may wait for its update
@@ -200,7 +200,7 @@ class Watch:
         by_layer = self._with_gradient.repeat(roles)
         sums = [*cast_counts(state).unbind(1), *cast_noise(state).unbind(1), waiting, by_layer]
         most = [getattr(self, name) for name in _PER_ROW if name != "_nonfinite_in_a_row"]
-        # where scales are not reduced, each process may see different steps; float64 holds the counts
+        # if scales are not reduced, each process may see different steps; float64 holds the counts
         summed = reduce(torch.stack([column.double() for column in sums]), "sum")
         largest = reduce(torch.stack([column.double() for column in most]), "max")
         newest = torch.cat([state.amax_history[0], state.amax[state.delayed :]])
@@ -210,7 +210,7 @@ class Watch:
         updated, nonfinite, beyond, overshoot, since_nonfinite, since_burst, amax, scale, fp8_max = rest
         is_delayed = torch.arange(len(state.names), device="cpu") < state.delayed
         was_updated = (updated > 0) & is_delayed
-        # a layer is in use if its input was updated; of its gradient that says nothing
+        # a layer is in use if its input was updated; this does not show that its gradient is
         forward = torch.tensor([role != "grad_output" for role in LAYOUT], device="cpu")
         of_layers = was_updated.view(roles, -1).any(0).repeat(roles) & forward.repeat_interleave(
             len(state.module_names)
@@ -252,7 +252,7 @@ def over_processes(tensor: Tensor, op: str) -> Tensor:
 def _gradient(gemm: Gemm) -> Tensor | None:
     """The gradient of the weight, or of the first parameter that it is computed from; None if there is none."""
     source = next(iter(gemm.sources()), None)
-    # where one parameter holds several experts, those without a token have a gradient of zeros
+    # if one parameter holds several experts, experts without a token have a gradient of zeros
     return None if source is None or source.grad is None else gemm.matrix(source.grad)
 
 

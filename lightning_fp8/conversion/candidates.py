@@ -26,7 +26,7 @@ from lightning_fp8.modules.tensor_classes import has_own_operators
 from lightning_fp8.ops.formats import CASTABLE_DTYPES, PRODUCTS, Product
 from lightning_fp8.scaling.config import Fp8Config
 
-# rooms of families of a library: a model with such a layer has imported the module that is named first
+# families for layers of other libraries; a model with such a layer has imported the first module
 _OF_LIBRARIES = {
     "transformers.pytorch_utils": "conv1d",
     "transformers.integrations.moe": "experts",
@@ -57,10 +57,10 @@ class PlannedLayer(NamedTuple):
         layer: the layer itself.
         becomes: its class after the conversion; None if it will be plain.
         reason: why it stays plain, or becomes plain again; None for a layer to convert.
-        is_ignored: whether the reason is a pattern of ``ignore_modules`` or ``keep_fp32``.
-        is_too_small: whether the reason is ``min_features``.
+        is_ignored: whether a pattern of ``ignore_modules`` or ``keep_fp32`` is the reason.
+        is_too_small: whether ``min_features`` is the reason.
         in_adapter: whether it belongs to an adapter of PEFT.
-        in_bf16: its products that do not run in FP8 even if it is converted.
+        in_bf16: its products that run in bf16 even if it is converted.
     """
 
     path: str
@@ -81,8 +81,8 @@ def planned_layers(
 ) -> Iterator[PlannedLayer]:
     """Each layer that does matrix multiplications, in the order of ``modules``.
 
-    ``patterns`` has those of the modules that stay plain, by argument; ``products``, by layer, its products in bf16 and
-    the setting that put them there.
+    ``patterns`` has the patterns of modules that stay plain, by argument. ``products`` has, for each layer, its
+    products in bf16 and the setting that put them there.
     """
     everything = [layer for _, layer in modules]
     routers, of_adapters, families = _routers(everything), adapter_modules(everything), _families()
@@ -100,7 +100,7 @@ def planned_layers(
         elif in_adapter:
             reason = "belongs to an adapter of PEFT, which stays as it is"
         elif layer in routers:
-            reason = "a router: rounded to FP8, its outputs would choose other experts"
+            reason = "a router: rounding to FP8 would change its choice of experts"
         else:
             reason = reason_against(layer, layer in outputs_of_converted)
         of_size = None if reason else too_small(layer, config.min_features)
@@ -112,7 +112,7 @@ def planned_layers(
 
 
 def _ignored(modules: Sequence[tuple[str, nn.Module]], patterns: Mapping[str, Sequence[str]]) -> dict[nn.Module, str]:
-    """By module that a pattern matches, or that is inside one that it matches: the patterns, and what to do."""
+    """For each module that matches a pattern, or is inside a match: the patterns, and how to convert it anyway."""
     matched: dict[nn.Module, dict[str, list[str]]] = {}
     for argument, pattern in ((argument, pattern) for argument, given in patterns.items() for pattern in given):
         for part in {part for path, module in modules if matches(path, (pattern,)) for part in module.modules()}:
@@ -125,13 +125,13 @@ def _ignored(modules: Sequence[tuple[str, nn.Module]], patterns: Mapping[str, Se
 
 
 def _families() -> list[Family]:
-    """The families that a model may have layers of."""
+    """The families to which a model's layers may belong."""
     rooms = dict.fromkeys(room for library, room in _OF_LIBRARIES.items() if library in sys.modules)
     return [attention.FAMILY, *(import_module(f"lightning_fp8.modules.{room}").FAMILY for room in rooms), LINEAR]
 
 
 def family_of(layer: nn.Module) -> Family:
-    """The family of a layer that does matrix multiplications: that of linear layers if no other is its own."""
+    """The family of a layer that does matrix multiplications; the family of linear layers if no other recognises it."""
     return next((family for family in _families() if family.recognises(layer)), LINEAR)
 
 
@@ -174,7 +174,7 @@ def reason_against(layer: nn.Module, is_output: bool) -> str | None:
 
 
 def _has_computed_weight(layer: nn.Module) -> bool:
-    """Whether parametrizations compute the weight, and nothing else, of a linear layer."""
+    """Whether parametrizations compute the weight of a linear layer, and no other parameter."""
     kind, parametrized = own_class(layer), cast(nn.ModuleDict, layer.parametrizations)
     is_linear = issubclass(kind, nn.Linear) and linear_base(kind) is not None
     # an attention reads the weight of its own projection by itself

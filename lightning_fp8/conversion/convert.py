@@ -30,7 +30,7 @@ from lightning_fp8.scaling.state import ScalingState
 from lightning_fp8.scalings.recipe import Recipe
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# layers of other libraries, which may have replaced ours
+# FP8 layers of other libraries; they may have replaced ours
 _OTHER_FP8 = ("torchao.float8", "transformer_engine")
 
 
@@ -46,12 +46,12 @@ def convert(
 
     It converts ``nn.Linear``, ``nn.MultiheadAttention`` with its ``out_proj``, Hugging Face's ``Conv1D``, and the
     experts of transformers 5, each expert with its own scales. Routers stay as they are. Other linear layers are
-    converted if they have the ``forward`` of ``nn.Linear``, of a class of :func:`register_linear`, or a known one, such
-    as those of Falcon, timm, torch_geometric and OpenFold; :func:`describe` says which, or why not. Layers stay as
-    they are whose weight or bias is of a class with operators of its own, such as those that torchao or bitsandbytes
-    quantize, and the small matrices of PEFT's adapters; the layers that these adapt are converted.
+    converted if their ``forward`` is that of ``nn.Linear``, of a class passed to :func:`register_linear`, or of a known
+    class, such as those of Falcon, timm, torch_geometric and OpenFold; :func:`describe` says which, or why not. A layer
+    stays as it is if the class of its weight or bias has its own operators, as after quantization by torchao or
+    bitsandbytes. The small matrices of PEFT's adapters stay too; the layers that they adapt are converted.
     Parameters, hooks, training flags and ``state_dict`` keys stay the same; tied weights stay tied. Converting a
-    converted model again converts the layers that have been added since; the others keep their histories.
+    converted model again converts layers added since; the others keep their histories.
 
     A feed-forward block of a known class, such as an ``nn.Sequential`` or the MLPs of GPT-2, Llama, BERT and ViT in
     transformers, runs fused unless something needs its parts. In your own block, call
@@ -67,15 +67,15 @@ def convert(
             0 converts all layers. Default 16, or for a converted model its current setting.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights (``requires_grad=False``) of converted
             layers and frees their masters: one byte per parameter, or two on a GPU where gradients pass through to the
-            input. Outputs and gradients stay bit-identical; with ``BlockScaling`` not those of an attention whose
-            width is no multiple of 128. ``"master"`` keeps masters, and restores them, with rounded
-            values, for weights that have none. Tied and sharded weights always keep theirs;
-            :func:`describe` says so. Default ``"master"``, or for a converted model its current setting.
-        overrides: the precision, ``"fp8"`` or ``"bf16"``, of the products of some layers, in place of the recipe's: by
-            ``fnmatch`` pattern on module paths, for all products or for some, as in ``{"blocks.0": "bf16",
-            "*.down": {"wgrad": "bf16"}}``. A pattern also applies inside the modules that it matches; later ones win,
-            product by product. A layer without a product in FP8 stays (or becomes again) plain. Default: none, or for a
-            converted model its current precisions.
+            input. Outputs and gradients stay bit-identical, except in an attention under ``BlockScaling`` whose width
+            is not a multiple of 128. ``"master"`` keeps masters; weights without a master get one with rounded values.
+            Tied and sharded weights always keep their masters; :func:`describe` says so. Default ``"master"``, or for a
+            converted model its current setting.
+        overrides: the precision, ``"fp8"`` or ``"bf16"``, of some layers' products, in place of the recipe's. Keys are
+            ``fnmatch`` patterns on module paths; values set all products or some, as in ``{"blocks.0": "bf16",
+            "*.down": {"wgrad": "bf16"}}``. A pattern also applies inside the modules that it matches. Later patterns
+            win, product by product. A layer without a product in FP8 stays (or becomes again) plain. Default: none, or
+            for a converted model its current precisions.
 
     Returns:
         The same object.
@@ -142,15 +142,15 @@ def carry_out_for_run(plan: ConversionPlan) -> ScalingState:
 
 
 def name_late_layers(modules: Sequence[tuple[str, nn.Module]], state: ScalingState) -> None:
-    """Warn once of layers that were added to a model after its conversion, and would run in FP8 if they were converted.
+    """Warn once about layers that were added after the conversion and would run in FP8 if they were converted.
 
     Args:
-        modules: paths and modules of the model, or of one that it is a part of.
+        modules: paths and modules of the model, or of a larger model that contains it.
         state: its scaling state.
     """
     scanned, mark = state.model.scanned, (len(modules), sum(id(module) for _, module in modules))
     if mark == state.model.last_scan:
-        # nothing has been added, as loops ask at each step
+        # loops call this at each step; usually nothing has been added
         return
     state.model.last_scan, parents = mark, dict(modules)
     new = [(path, module) for path, module in modules if module not in scanned]
@@ -185,12 +185,13 @@ def describe(
 ) -> LayerTable:
     """A row for each layer that could run in FP8: whether it does, why, and what would change it.
 
-    The result is a list of rows, and ``print(describe(model))`` shows it as a table, in which rows that differ only in
-    the numbers of their paths are one line.
+    The result is a list of rows. ``print(describe(model))`` shows it as a table, in which rows that differ only in the
+    numbers of their paths share a line.
 
-    After them comes a row for each large parameter of 2 or more dimensions outside such layers and outside torch's
-    embeddings, convolutions and normalisations, such as stacked experts of other libraries. A parameter is
-    large if it and those at the same path in other layers of a stack make up at least 1% of the model's parameters.
+    Rows for large parameters follow the rows for layers. Such a parameter has 2 or more dimensions, and is outside
+    these layers and outside torch's embeddings, convolutions and normalisations, like stacked experts of other
+    libraries. It is large if it and the parameters at the same path in other layers of a stack make up at least 1% of
+    the model's parameters.
 
     The row of a converted layer in a feed-forward block of a known class says whether the block runs fused in the
     model's current mode, and if not, why.
@@ -214,8 +215,8 @@ def is_converted(module: nn.Module) -> bool:
 def scaling_state(module: nn.Module) -> ScalingState:
     """The scaling state of a converted model (for a part of one, the state of the whole model).
 
-    It stays the same object while layers are added and converted; parts that were converted by themselves, and copies
-    of parts, get one state with the rest here. Ask for it where you use it.
+    It stays the same object while layers are added and converted. Parts that were converted separately, and copies of
+    parts, join the state of the rest in this call. So call this wherever you use the state, rather than storing it.
 
     Raises:
         ValueError: if the model is not converted, or consists of parts with different recipes or devices.

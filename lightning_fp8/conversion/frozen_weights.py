@@ -37,7 +37,7 @@ def keep_in_fp8(modules: Sequence[nn.Module]) -> None:
 
 
 def restore_masters(layers: Iterable[Fp8Module]) -> None:
-    """Give a master to each weight that is kept in FP8 only, with a warning: it has rounded values, or more memory."""
+    """Give masters to weights that are kept in FP8 only, and warn: they have rounded values, or take more memory."""
     layers = list(layers)
     weights = [weight for layer in layers for weight, _ in gemms_by_weight(layer)]
     rounded = what_was_rounded(weights)

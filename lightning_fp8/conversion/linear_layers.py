@@ -1,7 +1,7 @@
-"""Which layers are linear layers: those that have the ``forward`` of nn.Linear, of a registered or of a known class.
+"""Decides which layers are linear: those with the ``forward`` of nn.Linear, of a registered or of a known class.
 
-The known ones are layers of other libraries. Each is known by the name of its class and by the source of its
-``forward``, so a version of the library that computes something else is not mistaken for it.
+Known classes come from other libraries. Each is recognised by its name and by the source of its ``forward``, so a
+version of the library that computes something else is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class KnownLinear(NamedTuple):
     """What is known of a class.
 
     Attributes:
-        digests: of the source of its ``forward``, one for each version that differs.
-        settings: the attributes on which its result depends, with the values that make it F.linear.
+        digests: digests of the source of its ``forward``, one for each version that differs.
+        settings: the attributes on which its result depends, with the values for which it computes F.linear.
     """
 
     digests: tuple[str, ...]
@@ -49,7 +49,7 @@ KNOWN: dict[str, KnownLinear] = {
 
 
 def known_linear(kind: type[nn.Module]) -> KnownLinear | None:
-    """What is known of a class; None for one that is not known, or defines no ``forward``, or an unknown one."""
+    """What is known of a class; None if the class is not known, or defines no known ``forward``."""
     # by name first: reading the source of every class of a model takes time
     known = KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
     return known if known is not None and source_digest(vars(kind).get("forward")) in known.digests else None
@@ -58,11 +58,12 @@ def known_linear(kind: type[nn.Module]) -> KnownLinear | None:
 def register_linear(kind: KindT) -> KindT:
     """Declare that a class computes ``F.linear(x, weight, bias)``: its layers run in FP8.
 
-    It is for classes with a ``forward`` of their own that :func:`lightning_fp8.describe` shows as not converted. It
-    also holds for subclasses that do not override this ``forward``. Can be used as a class decorator.
+    Use it for classes with their own ``forward`` that :func:`lightning_fp8.describe` shows as not converted. It also
+    applies to subclasses that do not override this ``forward``. It can be used as a class decorator.
 
     Args:
-        kind: its layers have ``weight`` ``[N, K]`` and ``bias`` ``[N]`` or None; in FP8 its ``forward`` is not called.
+        kind: the class. Its layers have ``weight`` ``[N, K]`` and ``bias`` ``[N]`` or None. FP8 layers do not call its
+            ``forward``.
 
     Raises:
         TypeError: if it is not a class of modules.
@@ -80,14 +81,14 @@ def register_linear(kind: KindT) -> KindT:
 
 
 def linear_base(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class whose ``forward`` a class has, if it is nn.Linear, registered or known; None for any other."""
+    """The class that ``kind`` has its ``forward`` from, if that is nn.Linear, registered or known; else None."""
     known = (base for base in kind.__mro__ if issubclass(base, nn.Module) and known_linear(base) is not None)
     bases = (base for base in (*_registered, *known) if issubclass(kind, base) and kind.forward is base.forward)
     return next(bases, None)
 
 
 def is_named_linear(layer: nn.Module) -> bool:
-    """Whether it may be a linear layer of another library, or in a ``torch.jit.ScriptModule``: by class and matrix."""
+    """Whether a layer may be linear, judged by its class name and its matrix: of another library, or scripted."""
     kind = own_class(layer)
     name = getattr(layer, "original_name", kind.__name__).lower()
     is_linear = isinstance(layer, tuple(_registered)) or linear_base(kind) is not None
@@ -110,7 +111,7 @@ def how_recognised(kind: type[nn.Module]) -> str | None:
 
 
 def reason_against_linear(layer: nn.Module) -> str | None:
-    """Why this layer is not a linear one that can be converted by its class; None if it is."""
+    """Why this layer is not a linear layer that can be converted by its class; None if it is."""
     kind = own_class(layer)
     named = f"a {kind.__name__}"
     if isinstance(layer, nn.Bilinear):

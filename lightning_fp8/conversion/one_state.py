@@ -1,4 +1,4 @@
-"""One scaling state for a model, which follows it: through further conversions, copies of parts and joined parts."""
+"""Keeps one scaling state for a model through further conversions, copies of parts and joined parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Member(NamedTuple):
     """A GEMM of a model.
 
     Attributes:
-        path: of its layer in the model, with the layer's name for the GEMM.
+        path: the path of its layer in the model, followed by the layer's name for the GEMM.
         gemm: the GEMM; None for a layer that is being converted.
     """
 
@@ -32,26 +32,26 @@ class Member(NamedTuple):
 
 
 def path_of_gemm(layer: str, name: str) -> str:
-    """The path of a GEMM in a model, from that of its layer and the layer's name for it."""
+    """The path of a GEMM in a model, from its layer's path and the layer's name for it."""
     return ".".join(filter(None, (layer, name)))
 
 
 def arrange(
     members: Sequence[Member], recipe: Recipe, device: torch.device, rename: bool
 ) -> tuple[ScalingState, range]:
-    """Give all members one state: that which most of them have under their paths, extended in place, or a new one.
+    """Give all members one state: the state that most of them have under their paths, extended in place, or a new one.
 
-    Layers of that state outside of the members stay in it if the members are a part of their model, and otherwise get
-    one of their own.
+    Layers of that state that are not members stay in it if the members are part of their model. Otherwise they get
+    their own state.
 
     Args:
         members: the GEMMs of a model, or of a part of one.
-        recipe: for a new state.
-        device: likewise.
-        rename: whether the layers of a part that is alone in a larger model get the names that they have there.
+        recipe: the recipe of a new state.
+        device: the device of a new state.
+        rename: whether the layers of a part get their names in the larger model, if no other part of it is converted.
 
     Returns:
-        The state, and the positions of the members, whose GEMMs without a state are still to be made.
+        The state, and the positions of the members. The caller still has to make the missing GEMMs.
     """
     states = [*dict.fromkeys(gemm.state for _, gemm in members if gemm is not None)]
     if not states:
@@ -81,7 +81,7 @@ def _is_named(member: Member, state: ScalingState) -> bool:
 
 
 def _position_in(members: Sequence[Member], state: ScalingState) -> tuple[str, str]:
-    """What the names of a state have in front of the paths of its members, and these in front of the names."""
+    """The prefix of a state's names before its members' paths, and the prefix of these paths before the names."""
     known = [(path, gemm.name) for path, gemm in members if gemm is not None and gemm.state is state]
     found = {(_in_front(path, of=name), _in_front(name, of=path)) for path, name in known}
     prefix, outer = found.pop() if len(found) == 1 else (None, None)
@@ -89,7 +89,7 @@ def _position_in(members: Sequence[Member], state: ScalingState) -> tuple[str, s
 
 
 def _in_front(end: str, of: str) -> str | None:
-    """``of`` without its ``end``; None if it does not end so."""
+    """``of`` without its ``end``; None if it does not end with ``end``."""
     if not end:
         return f"{of}." if of else ""
     return of.removesuffix(end) if of == end or of.endswith(f".{end}") else None
@@ -104,7 +104,7 @@ def _gemms(state: ScalingState) -> Iterator[Gemm]:
 
 
 def _move(gemms: Sequence[Gemm | None], state: ScalingState, names: Sequence[str] | None = None) -> None:
-    """Give GEMMs these places in a state, with all that they have; None for those that are still to be made."""
+    """Move GEMMs, with their scales and histories, to these places in a state; None is a GEMM still to be made."""
     sources = {at: (gemm.state, gemm.module) for at, gemm in enumerate(gemms) if gemm is not None}
     state.arrange(state.module_names if names is None else names, sources)
     place_of = {source: at for at, source in sources.items()}
@@ -157,8 +157,8 @@ _asked: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ScalingState]] = weakre
 def state_now(module: nn.Module) -> ScalingState | None:
     """The scaling state of a model at a step of its run; None while it is not converted.
 
-    The model's layers are gone through only where the process has layers in another state: these may have become a part
-    of the model since, and then every process of a distributed run finds that at the same step.
+    This goes through the model's layers only if the process has layers in another state, as these may have become part
+    of the model. Every process of a distributed run then notices this at the same step.
     """
     reference = _asked.get(module)
     state = None if reference is None else reference()

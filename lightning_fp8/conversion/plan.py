@@ -43,9 +43,9 @@ class ConversionPlan:
     Attributes:
         modules: path and module of the model and of everything inside it, parents before children.
         layers: the modules that do matrix multiplications.
-        patterns: those of the modules that will be plain, by argument.
-        settings: those that this call asks for, by argument.
-        config: each of them, else that of the model, else the default.
+        patterns: the patterns of modules that will be plain, by argument.
+        settings: the settings that this call asks for, by argument.
+        config: the resulting settings: those of this call, else those of the model, else the defaults.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
@@ -84,7 +84,7 @@ class ConversionPlan:
 
     @property
     def size(self) -> int:
-        """Number of elements of all parameters; tied ones count once, those not initialised yet not at all."""
+        """Number of elements of all parameters. Tied parameters count once, uninitialised ones not at all."""
         return sum(elements_of(self.modules).values())
 
     @property
@@ -140,7 +140,7 @@ class ConversionPlan:
             )
 
     def _of_what_size(self) -> str:
-        """The end of the message that FP8 needs a linear layer; it names the largest layer that is too small."""
+        """The end of the message "FP8 needs a linear layer": it names the largest layer that is too small."""
         small = [(spec.path, min(sizes(spec.layer), key=min)) for spec in self.layers if spec.is_too_small]
         if not small:
             return "."

@@ -1,4 +1,4 @@
-"""The rows of :func:`lightning_fp8.describe`: layers, and large parameters outside of them; and their sum, a line."""
+"""The rows of :func:`lightning_fp8.describe`, for layers and large parameters, and the one-line summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_fp8.scaling.precision import AS_SET
 if TYPE_CHECKING:
     from lightning_fp8.conversion.plan import ConversionPlan
 
-# the smallest share of the model's parameters that is reported if it is not in FP8
+# parameters outside of FP8 are reported from this share of the model's parameters on
 _LARGE_SHARE = 0.01
 # parts that are named in one line
 _MOST_NAMED = 3
@@ -81,8 +81,8 @@ def large_parameters(
 ) -> Iterator[tuple[Candidate, nn.Parameter]]:
     """Parameters of 2 or more dimensions outside of ``layers`` and of torch's embeddings, convolutions, normalisations.
 
-    Parameters whose paths differ only in numbers are counted together, as in a stack of layers: they are large if they
-    make up at least 1% of the model's parameters.
+    Parameters whose paths differ only in numbers, as in a stack of layers, count together: they are large if they make
+    up at least 1% of the model's parameters.
     """
     in_layers = {parameter for spec in layers for parameter in spec.layer.parameters()}
     passed_over = {part for _, layer in modules if isinstance(layer, _WITHOUT_GEMMS) for part in layer.modules()}
@@ -108,10 +108,10 @@ def large_parameters(
 def coverage(plan: ConversionPlan) -> str:
     """How many layers of a converted model run in FP8, their share of its parameters, and what does not.
 
-    Each parameter counts once, even if tied. What does not are the layers that :func:`lightning_fp8.describe` lists as
-    not converted, by reason, and convolutions and other parameters that hold at least 1% of the model's. Paths that
-    differ only in numbers are combined, with ``*`` for the number. Embeddings are excluded: they are looked up, not
-    multiplied. The adapters of PEFT are counted separately.
+    Each parameter counts once, even if tied. "What does not" means the layers that :func:`lightning_fp8.describe` lists
+    as not converted, by reason, and convolutions and other parameters with at least 1% of the model's parameters. Paths
+    that differ only in numbers are combined, with ``*`` for the number. Embeddings are excluded: they are looked up,
+    not multiplied. The adapters of PEFT are counted separately.
 
     Raises:
         ValueError: if the model is not converted.
@@ -158,7 +158,7 @@ def _reason(spec: PlannedLayer) -> str:
 
 
 def _count(parameters: Iterable[nn.Parameter], counted: set[nn.Parameter]) -> int | None:
-    """The elements of those parameters that are not counted yet; None if all are."""
+    """The number of elements of parameters not counted yet; None if all are counted."""
     new = set(parameters) - counted
     counted.update(new)
     return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in new) if new else None
@@ -169,7 +169,7 @@ def _share(part: float) -> str:
 
 
 def _names(sizes: Counter[str]) -> str:
-    """The paths with the largest sizes; those that differ only in numbers are one."""
+    """The paths with the largest sizes; paths that differ only in numbers are combined."""
     paths: dict[str, list[str]] = {}
     for path in sizes:
         pattern = numbered(path)

@@ -1,4 +1,4 @@
-"""A schedule of precisions: what the layers of a model run in, by optimizer step."""
+"""A schedule of precisions: the precision of a model's layers, by optimizer step."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _NAMES = (*_PRECISIONS, *RECIPES, _IN_BF16[1])
 
 
 class Schedule:
-    """What a model's layers run in from some optimizer steps on; see :class:`lightning_fp8.PrecisionSchedule`.
+    """Changes the precision of a model's layers at given optimizer steps; see :class:`lightning_fp8.PrecisionSchedule`.
 
     Args:
-        entries: by step, or share of the planned steps, in increasing order.
+        entries: precisions by step, or by share of the planned steps, in increasing order.
 
     Attributes:
-        entries: the same, keys as numbers.
+        entries: the same, with numbers as keys.
 
     Raises:
-        TypeError, ValueError: for keys or values that are none, or keys in another order.
+        TypeError, ValueError: for invalid keys or values, or keys in another order.
     """
 
     def __init__(self, entries: Mapping[Any, Any]) -> None:
@@ -55,7 +55,7 @@ class Schedule:
             _check_order([key for key in self.entries if isinstance(key, kind)], self.entries)
         # the model that it was started for, and its number of planned steps
         self._run: tuple[weakref.ref[nn.Module], int | None] | None = None
-        # the positions in `_choices` are those of this state's layers at this time
+        # the positions in `_choices` refer to this state's layers at this time
         self._state: weakref.ref[ScalingState] | None = None
         self._generation = 0
         self._steps: list[int] = []
@@ -68,11 +68,11 @@ class Schedule:
 
         Args:
             model: the converted model.
-            planned_steps: how many optimizer steps the whole run will make, those before a resumption included; None
-                if that is not known.
+            planned_steps: how many optimizer steps the whole run will make, including those before a resumption; None
+                if unknown.
 
         Raises:
-            ValueError: for what the model or the run cannot do, whichever entry asks for it; nothing is changed.
+            ValueError: if any entry asks for something that the model or the run does not support; nothing is changed.
         """
         modules = list(named_modules(model))
         layers = [layer for _, layer in modules if isinstance(layer, Fp8Module)]
@@ -116,7 +116,7 @@ class Schedule:
         return first is None or state.precisions[first].of("schedule") != AS_SET
 
     def apply(self, step: int) -> str:
-        """Let the model run as the schedule says after this many optimizer steps; returns what changed, in words."""
+        """Apply the schedule after this many optimizer steps; returns what changed, in words."""
         entry, model = self.entry_at(step), None if self._run is None else self._run[0]()
         state = None if model is None else state_now(model)
         if model is None or state is None:
@@ -204,7 +204,7 @@ def _check_value(key: Any, value: Any, pattern: str | None = None) -> None:
 def _choices(
     key: int | float, value: Any, modules: Sequence[tuple[str, nn.Module]], state: ScalingState
 ) -> dict[int, Choice]:
-    """What an entry asks of the layers, by position in the state; later patterns win, product by product."""
+    """An entry's choice for each layer, by position in the state. Later patterns win, product by product."""
     by_pattern = {"*": value} if isinstance(value, str) or _is_of_products(value) else dict(value)
     at = f"PrecisionSchedule at {key!r}"
     for pattern in by_pattern:

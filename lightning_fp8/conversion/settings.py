@@ -1,4 +1,4 @@
-"""The settings of a conversion as users give them, and which products of which layers run in bf16 by them."""
+"""The settings of a conversion as users give them, and which products of which layers they put in bf16."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PRECISIONS: tuple[str, ...] = get_args(ProductPrecision)
 
 
 def checked_settings(**settings: Any) -> dict[str, Any]:
-    """The settings that are not None, checked, each in one form.
+    """The settings that are not None, checked and normalised.
 
     Args:
-        settings: by the names of the arguments of :func:`lightning_fp8.convert`.
+        settings: named like the arguments of :func:`lightning_fp8.convert`.
 
     Raises:
-        TypeError, ValueError: for an invalid one; the message has its name, the rule and the value.
+        TypeError, ValueError: for an invalid setting; the message has its name, the rule and the value.
     """
     arguments = {name: value for name, value in settings.items() if value is not None}
     if isinstance(arguments.get("recipe"), str):
@@ -81,7 +81,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 def products_in_bf16(
     modules: Sequence[tuple[str, nn.Module]], recipe: Recipe, overrides: Sequence[tuple[str, Mapping[str, str]]]
 ) -> dict[nn.Module, tuple[tuple[Product, ...], str]]:
-    """By module, the products in bf16 of it or of the layers inside it, and the setting that put them there.
+    """For each module, the products in bf16 of it or of the layers inside it, and the setting that put them there.
 
     Later overrides win over earlier ones, product by product.
     """

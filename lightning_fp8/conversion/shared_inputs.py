@@ -1,4 +1,4 @@
-"""Finds converted layers that are given the same tensor, such as the projections of an attention.
+"""Finds converted layers that get the same input tensor, such as the projections of an attention.
 
 Conversion does not run the model, so it reads the source of the ``forward`` that calls the layers: straight-line code
 that calls ``self.<layer>(x)`` several times with one local name ``x``, or :func:`lightning_fp8.feed_forward` with two
@@ -36,7 +36,7 @@ _MAY_CHANGE_ANYTHING = (ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef, ast.I
 class _Event(NamedTuple):
     # a local name; None for any tensor
     name: str | None
-    # the layer that is called with it; None if it may have changed
+    # the layer that is called with the tensor; None if the tensor may have changed
     layer: str | None = None
 
 
@@ -66,8 +66,8 @@ def share_inputs(modules: Sequence[nn.Module]) -> None:
 def find_shared_inputs(modules: Iterable[nn.Module]) -> list[list[Fp8Module]]:
     """The groups of converted layers that get the same tensor, each in call order.
 
-    A layer in several places of the model is in no group, nor is one that its parent may call elsewhere. A layer
-    with LoRA adapters is called through its wrapper.
+    Skips layers that are reused in the model, or that their parent may call elsewhere. A layer with LoRA adapters is
+    called through its wrapper.
 
     Args:
         modules: the model and everything inside it.
@@ -144,7 +144,7 @@ def _inner_blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _events(node: ast.AST, own: str, always: bool = True) -> Iterator[_Event]:
-    """The calls and changes of a piece of code, in execution order; only its changes if it may not run exactly once."""
+    """The calls and changes in a piece of code, in execution order. Only the changes if it may not run exactly once."""
     always = always and not isinstance(node, (*_BLOCKS, *_NOT_ALWAYS))
     # a value is computed before its targets are assigned
     for child in sorted(ast.iter_child_nodes(node), key=lambda child: child is not getattr(node, "value", None)):

@@ -11,12 +11,12 @@ _TITLES = ("layer", "class", "FP8", "reason")
 
 
 class Candidate(NamedTuple):
-    """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether they run in FP8.
+    """A row of :func:`lightning_fp8.describe`: a layer that does matrix multiplications, and whether it runs in FP8.
 
-    It may also be a large parameter of another module, which stays out of FP8.
+    A row may also be a large parameter of another module, which stays out of FP8.
 
     Attributes:
-        path: module path, as ``ignore_modules`` patterns see it; for a parameter, its name in the model.
+        path: the module path that ``ignore_modules`` patterns match; for a parameter, its name in the model.
         kind: class name; ``"Parameter"`` for a parameter.
         converted: whether it runs in FP8.
         reason: why, or why not, and what would change that.
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
 
 
 class LayerTable(list[Candidate]):
-    """A list of rows that prints as a table: rows that differ only in the numbers of their paths are one line.
+    """A list of rows that prints as a table. Rows that differ only in the numbers of their paths share a line.
 
     >>> print(LayerTable(Candidate(f"blocks.{i}.up", "Linear", i > 0, "converted" if i else "-") for i in range(4)))
     layer          class   FP8  reason
@@ -47,7 +47,7 @@ class LayerTable(list[Candidate]):
     """
 
     def folded(self) -> list[Candidate]:
-        """The lines of the table, such as that of ``blocks.0-11.mlp.up``."""
+        """The lines of the table, such as a line for ``blocks.0-11.mlp.up``."""
         stacks: dict[tuple[tuple[str, ...], str, bool, str], dict[tuple[int, ...], Candidate]] = {}
         for row in self:
             segments = row.path.split(".")
@@ -92,11 +92,11 @@ def _is_number(segment: str) -> bool:
 
 
 def _of_any_number(row: Candidate) -> str:
-    """A row's reason with ``*`` for the row's own numbers, in the paths of its neighbours; not in quoted patterns."""
+    """A row's reason, with ``*`` in place of the row's own numbers in paths of other layers; not in quoted patterns."""
     segments, reason = row.path.split("."), row.reason
     for end in range(len(segments), 0, -1):
         if _is_number(segments[end - 1]):
-            # a number alone is a path only where something follows
+            # a number by itself counts as a path only if something follows it
             ends = r"(?=\.[A-Za-z_])" if end == 1 else r"(?!\w)"
             of_row = rf"(?<![\w.'\"]){re.escape('.'.join(segments[:end]))}{ends}"
             reason = ".".join("*" if _is_number(part) else part for part in segments[:end]).join(
@@ -106,7 +106,7 @@ def _of_any_number(row: Candidate) -> str:
 
 
 def _boxes(points: Collection[tuple[int, ...]]) -> list[tuple[list[int], ...]]:
-    """Tuples as few products of sets: each of the tuples is in exactly one, and nothing else is in any."""
+    """Cover tuples with few products of sets. Each tuple is in exactly one product, and no other tuple is in any."""
     if () in points:
         return [()]
     rests: dict[int, list[tuple[int, ...]]] = {}

@@ -16,12 +16,13 @@ from lightning_fp8.scalings import products
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
 
 # cast: x [M, K] fp32, bf16 or fp16 -> codes by rows [M, K], codes by columns [K, M'], scale_inv of each. M' is M
-#   rounded up to a multiple of 16, with zeros beyond M. What is not asked for, is a view, or follows from another is
-#   empty: see `products.as_results`. If the slot records, the state's amax[index] becomes max(amax[index], max|x|).
+#   rounded up to a multiple of 16, with zeros beyond M. Results are empty if they are not requested, are views, or
+#   follow from another result: see `products.as_results`. If the slot records, the state's amax[index] becomes
+#   max(amax[index], max|x|).
 _CAST = define("cast(Tensor x, Slot slot, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
-# cast_weight: w [N, K] -> the same, by what it holds now. Amax and scale are noted in the state.
+# cast_weight: w [N, K] -> the same, scaled by its current values. The state stores its amax and scale.
 _CAST_WEIGHT = define("cast_weight(Tensor w, Slot slot, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
-# scaled_mm: a [M, K], b [N, K], bias [N] or None -> [M, N] in out_dtype. K is the shorter of the operands'.
+# scaled_mm: a [M, K], b [N, K], bias [N] or None -> [M, N] in out_dtype. K is the smaller K of both operands.
 _SCALED_MM = define("scaled_mm(Operand a, Operand b, Tensor? bias, ScalarType out_dtype, bool fast) -> Tensor")
 # update_scales: the end of an optimizer step for all R tensors. amax, scale, fp8_max [R] float32, amax_history [H, D]
 #   float32, newest first, nonfinite_steps [R] int64. For the first D: where amax is finite and > 0 it is pushed into
@@ -71,14 +72,14 @@ def cast(x: Tensor, slot: Slot, want: Want, watched: bool = True) -> Cast:
 
 
 def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
-    """The cast of a weight ``[N, K]`` by what it holds now."""
+    """The cast of a weight ``[N, K]``, scaled by its current values."""
     if not is_watched(w):
         return products.cast_weight(w, slot, want)
     return _by_operators(_cast_weight_op, w, slot, want)
 
 
 def _by_operators(operator: Any, x: Tensor, slot: Slot, want: Want) -> Cast:
-    """One operator for both layouts where they have one scaling, else one for each."""
+    """One operator call for both layouts if they share a scaling, else one for each."""
     scaling = slot.scaling_of(want)
     if scaling is None:
         rows = _by_operators(operator, x, slot, want._replace(columns=False))
@@ -95,8 +96,8 @@ def cast_weights(
     Args:
         weights: ``[N, K]`` each, all on one device.
         slots: of one state, with the same scaling for both products.
-        out: for each weight, a cast whose codes a kernel writes; None for new ones. Without a kernel, all are new.
-        want: of the new ones.
+        out: for each weight, a cast for a kernel to overwrite, or None for a new one. Without a kernel, all are new.
+        want: the layouts of new casts.
     """
     if is_watched(weights[0]):
         return [cast_weight(weight, slot, want) for weight, slot in zip(weights, slots, strict=True)]

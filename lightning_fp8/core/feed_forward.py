@@ -1,6 +1,7 @@
-"""Linear - activation - linear, and ``down(silu(gate(x)) * up(x))``, on a page: inner tensors that only casts read.
+"""Feed-forward blocks on one page: linear - activation - linear, and ``down(silu(gate(x)) * up(x))``.
 
-Kept for backward are both inputs in FP8 and the activation's inputs in the dtype of the output.
+Only casts read the activation's value. Backward keeps both layers' inputs in FP8, and the activation's inputs in the
+dtype of the output.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from lightning_fp8.scalings.operand import Cast, Computed, Operand, Slot, Want
 
 # mlp: linear - activation - linear. x [*, K], weights [N', K] and [K', N]
 #   -> (y [*, K'] and, for backward: h [M, N'], the first linear's output; codes and scale_inv of a by columns, the
-#   second's input). N' is N, or 2 N for swiglu. The slots are those of a and of the gradients of h and y. Without
-#   `keep_a` backward does not need a; without `keep_h` it does not need h: they are empty.
+#   second's input). N' is N, or 2 N for swiglu. The slots are for a and for the gradients of h and y. a is empty
+#   without `keep_a`, h without `keep_h`: backward does not need them.
 _MLP = define(
     "mlp(Tensor x, Layer first, Layer second, Operand x_rows, Operand? x_columns, Slot a, Slot dh, Slot dy, "
     "str activation, bool keep_a, bool keep_h, ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 # gated_mlp: down(silu(gate(x)) * up(x)). x [*, K], weights [N, K], [N, K] and [K', N]
-#   -> (y [*, K'] and, for backward: the outputs of gate and up [M, N]; a by columns, as above). The slots are those of
-#   a and of the gradients of the three layers' outputs.
+#   -> (y [*, K'] and, for backward: the outputs of gate and up [M, N]; a by columns, as above). The slots are for
+#   a and for the gradients of the three layers' outputs.
 _GATED_MLP = define(
     "gated_mlp(Tensor x, Layer gate, Layer up, Layer down, Operand x_rows, Operand? x_columns, Slot a, Slot d_gate, "
     "Slot d_up, Slot dy, bool keep_a, bool keep_h, ScalarType out_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -68,7 +69,7 @@ class Block(NamedTuple):
         x_rows: x in FP8, for fprop.
         x_columns: for wgrad.
         a: the slot of ``a``.
-        slots: those of the gradients of the layers' outputs.
+        slots: the slots of the gradients of the layers' outputs.
         activation: of the inner layers' outputs.
         keep_a: whether backward needs ``a``.
         keep_h: whether backward needs the inner layers' outputs.
@@ -105,7 +106,7 @@ def _forward(block: Block) -> tuple[Tensor, ...]:
     x, dtype = block.x, block.dtype
     hidden = [page.forward(block.x_rows, layer.rows, layer.bias_value, dtype) for layer in block.inner]
     a = products.cast(Computed(block.activation, tuple(hidden)), block.a, Want(True, block.keep_a))
-    # their memory may be reused for the output
+    # free them before the output is made, so that it can reuse their memory
     hidden = hidden if block.keep_h else [nothing(x, dtype) for _ in hidden]
     y = page.forward(cast(Operand, a.rows), block.outer.rows, block.outer.bias_value, dtype)
     return in_shape_of(x, y), *hidden, *_kept(x, a)
@@ -122,31 +123,31 @@ def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:
     of_x = block.x_columns if any(ctx.needs[1:-2:2]) else None
     of_inner = [layer.columns if needs_x else None for layer in block.inner]
     of_a = Operand(a, a_scale_inv, scaling) if needs_outer else None
-    # x once, with the first
+    # save x once, with the first layer
     inner = [Kept(None if at else of_x, w) for at, w in enumerate(of_inner)]
     outer = Kept(of_a, block.outer.columns if needs_h else None)
     tensors, scalings = zip(*(layer.parts() for layer in (*inner, outer)), strict=True)
     # the gradient of the activation needs the hidden tensors, which are kept in 16 bits; the others are kept in FP8
     ctx.save_for_backward(*(hidden if needs_h else [None] * len(hidden)), *chain.from_iterable(tensors))
-    # hidden tensors that are kept are linked to the graph, for second derivatives; compilers have none
+    # kept hidden tensors stay in the graph, for second derivatives; compilers support none
     ctx.mark_non_differentiable(*([] if needs_h and ctx.is_eager else hidden), a, a_scale_inv)
     ctx.weights = [layer.weight for layer in (*block.inner, block.outer)]
     ctx.rest = block.slots, scalings, block.activation, block.x.shape
-    # those of x and of each weight and bias are also those of their gradients
+    # each gradient has the dtype of its tensor: x, a weight or a bias
     tensors = [block.x, *(tensor for layer in (*block.inner, block.outer) for tensor in layer[:2])]
     ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *of_hidden: Tensor | None) -> list[Tensor | None]:
     slots, scalings, activation, shape = ctx.rest
-    # a checkpoint lets them be taken once
+    # read them only once: activation checkpointing allows no second read
     layers, tensors = len(slots) - 1, ctx.saved_tensors
     hidden, saved = tensors[:layers], tensors[layers:]
     *inner, outer = (Kept.of(saved[4 * at : 4 * at + 4], of) for at, of in enumerate(scalings))
     needs, dtype, dtypes = ctx.needs, ctx.dtypes[0], ctx.dtypes[1::2]
     if torch.is_grad_enabled() and not ctx.is_eager:
         refuse_double_backward()
-    # as an operator, hidden tensors have no derivatives, and these are zeros
+    # in the operator, hidden tensors have no derivatives, so these are zeros
     of_hidden = of_hidden[:layers] if ctx.is_eager else (None,) * layers
     if torch.is_grad_enabled() or dy is None or any(of is not None for of in of_hidden):
         parts = hidden, of_hidden, inner, outer
@@ -174,10 +175,10 @@ def _part_by_part(
     inner: Sequence[Kept],
     outer: Kept,
 ) -> list[Tensor | None]:
-    """The gradients where second derivatives are asked for: as of layers that are called one by one.
+    """The gradients if second derivatives are requested, computed as if the layers were called one by one.
 
-    The inner layers' outputs are those of the block, too, so what their second derivatives are arrives with
-    ``of_hidden``: in this call, or in a further one.
+    The inner layers' outputs are also outputs of the block, so their second derivatives arrive in ``of_hidden``, in
+    this call or in a later one.
     """
     (*inner_slots, dy_slot), _, activation, _ = ctx.rest
     weights, needs, dtypes = ctx.weights, ctx.needs, ctx.dtypes
@@ -216,7 +217,7 @@ def _without_weight(dy: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _as_needed(ctx: Any, shape: torch.Size, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients that are asked for, in the shapes and dtypes that autograd expects."""
+    """The requested gradients, in the shapes and dtypes that autograd expects."""
     dx, *of_layers = gradients
     if dx is not None and ctx.needs[0]:
         dx = dx.view(shape)
@@ -319,11 +320,11 @@ gated_backward = implement(_GATED_BACKWARD, _gated_backward, _gated_backward_fak
 
 
 class _FeedForward(Differentiable):
-    """Both operators where nothing watches operators: x, and weight and bias of each layer; then the block."""
+    """Both operators, run directly if nothing watches them. Takes x, each layer's weight and bias, then the block."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        # backward would be given zeros in place of gradients that do not exist, those of codes among them
+        # otherwise backward gets zeros for gradients that do not exist, such as those of codes
         ctx.set_materialize_grads(False)
         ctx.is_eager, ctx.needs, block = True, ctx.needs_input_grad[:-1], inputs[-1]
         output = _forward(block)

@@ -1,7 +1,7 @@
 """FLOPs of the operators for ``torch.utils.flop_counter``: those of the bf16 GEMMs that they replace.
 
 A counter sees the operator that a layer calls, but not what the operator runs, so each formula includes all GEMMs of
-its operator, and nothing is counted twice. Casts count as nothing, as elementwise operators do there.
+its operator, and nothing is counted twice. Casts count as zero, like elementwise operators.
 """
 
 from __future__ import annotations

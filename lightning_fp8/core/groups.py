@@ -1,6 +1,6 @@
-"""Linear layers that each multiply with rows of their own, the experts of a mixture, on a page.
+"""Linear layers that each multiply their own group of rows, such as the experts of a mixture, on one page.
 
-Where a GPU has kernels for groups of rows, each product is one launch; else one group follows the other.
+If a GPU has kernels for groups of rows, each product is one launch. Otherwise groups run one after the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lightning_fp8.scalings import products
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
 
 # cast_groups: x [T, K], rows of groups as `groups` says -> codes [P, K] in their places, codes [K, P], scale_inv [E].
-#   Each group is a tensor in a row of its own of the state, index [E]. Behind a group's rows are zeros up to the next
-#   multiple of 128, behind the last group any values. scale_inv is 1 for a group without rows. What is not asked for,
-#   or is a view, is empty.
+#   Each group has its own row in the state, index [E]. Zeros follow a group's rows up to the next multiple of 128;
+#   values after the last group are arbitrary. scale_inv is 1 for a group without rows. Results are empty if they are
+#   not requested, or are views.
 _CAST = define("cast_groups(Tensor x, Slot slot, Groups groups, bool rows, bool columns) -> (Tensor, Tensor, Tensor)")
 # linear_groups: fprop of each group, differentiable in x [T, K], weight [E, N, K], or [E, K, N] with `k_by_n`, and
 #   bias [E, N] -> y [T, N]. The weight's operands have codes [E, N, K] and [E, K, N], and scale_inv [E].
@@ -47,7 +47,7 @@ def groups_of(group_of_row: Tensor, count: int) -> Groups:
 
     Args:
         group_of_row: ``[T] int64``, ascending.
-        count: E. Another group stops the program, on a GPU when it gets there.
+        count: E. Any other group number stops the program; on a GPU, when the device reaches the check.
     """
     rows, device = len(group_of_row), group_of_row.device
     numbers = torch.arange(count + 1, dtype=group_of_row.dtype, device=device)
@@ -58,7 +58,7 @@ def groups_of(group_of_row: Tensor, count: int) -> Groups:
     tiles = (begins.diff() + (GROUP_ROWS - 1)) // GROUP_ROWS
     edges = torch.cat([begins[:1], tiles.cumsum(0) * GROUP_ROWS])
     position = torch.arange(rows, device=device) + (edges - begins).index_select(0, group_of_row)
-    # each group that has a row ends with at most 127 zeros
+    # at most 127 zeros follow the rows of a group, and none without rows
     most = (rows + (GROUP_ROWS - 1) * min(count, rows)) // GROUP_ROWS
     tile = torch.arange(most, device=device) * GROUP_ROWS
     of_tile = torch.searchsorted(edges[1:], tile, right=True)
@@ -105,7 +105,7 @@ def _linear(
     dtype: torch.dtype,
     k_by_n: bool,
 ) -> Tensor:
-    """Without ``ctx`` inside the operator, which saves tensors for backward by itself."""
+    """``ctx`` is None inside the operator, which saves tensors for backward itself."""
     if ctx is not None:
         ctx.set_materialize_grads(False)
         ctx.needs = ctx.needs_input_grad
@@ -156,7 +156,7 @@ def _backward(
     dx, dw = nothing(dy, dx_dtype), nothing(dy, dw_dtype)
     if w is not None and rows is not None:
         dx = rows.scaling.multiply_groups(rows, w, None, groups, dx_dtype, fast=False)
-    # a large tensor, whose memory may be reused for the next one
+    # free this large tensor, so that the next one can reuse its memory
     del rows
     if x is not None and columns is not None:
         a, b = (x, columns) if k_by_n else (columns, x)
@@ -166,7 +166,7 @@ def _backward(
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     *_, dtype, k_by_n = rest
-    # `len` would be a number, and a compiled graph one for this number of rows
+    # `len` would fix the number of rows in a compiled graph
     return x.new_empty(x.shape[0], weight.shape[2 if k_by_n else 1], dtype=dtype)
 
 
@@ -184,7 +184,7 @@ def _backward_fake(
 
 
 class _LinearGroups(Differentiable):
-    """The operator where nothing watches operators."""
+    """The operator, run directly if nothing watches operators."""
 
     forward = staticmethod(_linear)
     backward = staticmethod(_gradients)

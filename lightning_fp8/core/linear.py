@@ -5,7 +5,7 @@
     dw[N, K] = dy[M, N]^T @ x[M, K]              wgrad, sums along M
 
 Each of the three tensors is an operand of two products: along its rows in one, along its columns in the other. Its slot
-has a scaling for each. Operands by columns are kept for backward, so that x itself need not be.
+has a scaling for each. Backward keeps the operands by columns, so it does not need x itself.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lightning_fp8.ops.library import is_watched
 from lightning_fp8.scalings import products
 from lightning_fp8.scalings.operand import Cast, Operand, Slot, Source, Want
 
-# The page. The input and the weight are cast before, by `casts.cast` and `casts.cast_weight`, as layers share the
-# former and keep the latter. Families call these functions, or have a page of the same form.
+# The page. `casts.cast` and `casts.cast_weight` have cast the input and the weight before, because layers share input
+# casts and keep weight casts. Families call these functions, or have a page of the same form.
 
 
 def forward(x: Operand, w: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -43,26 +43,26 @@ def cast_gradient(dy: Source, x: Operand | None, w: Operand | None, slot: Slot, 
     if w is not None:
         rows = w.scaling.takes_gradient(w, slot.rows)
         slot = slot if rows is slot.rows else slot._replace(rows=rows)
-    # where only the bias asks it is cast all the same, so that its amax is recorded
+    # cast even if only the bias needs a gradient, to record the amax
     return products.cast(dy, slot, Want(w is not None or x is None, x is not None, sums))
 
 
 def dgrad(dy: Operand | None, w: Operand | None, dtype: torch.dtype) -> Tensor | None:
-    """dy of ``[M, N]`` by rows, w by columns -> dx ``[M, K]``; None where nothing asks."""
+    """dy of ``[M, N]`` by rows, w by columns -> dx ``[M, K]``; None if it is not needed."""
     return None if dy is None or w is None else products.multiply(dy, w, None, dtype, fast=False)
 
 
 def wgrad(dy: Operand | None, x: Operand | None, dtype: torch.dtype) -> Tensor | None:
-    """dy of ``[M, N]`` and x, both by columns -> dw ``[N, K]``; None where nothing asks."""
+    """dy of ``[M, N]`` and x, both by columns -> dw ``[N, K]``; None if it is not needed."""
     return None if dy is None or x is None else products.multiply(dy, x, None, dtype, fast=False)
 
 
-# what is saved in place of an operand that no gradient asks for
+# saved in place of an operand that no gradient needs
 _NOTHING: tuple[None, None] = (None, None)
 
 
 class Kept(NamedTuple):
-    """What backward needs: one byte an element where the product is in FP8, and only what a gradient asks for.
+    """The operands that gradients need, kept for backward: one byte per element if the product is in FP8.
 
     Attributes:
         x: ``x^T [K, M]``, for wgrad.
@@ -117,7 +117,7 @@ def _linear(
     dy: Slot,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Without ``ctx`` inside the operator, which saves tensors for backward by itself."""
+    """``ctx`` is None inside the operator, which saves tensors for backward itself."""
     if ctx is not None:
         ctx.set_materialize_grads(False)
         ctx.needs = ctx.needs_input_grad
@@ -143,9 +143,9 @@ def _save(
     needs_x, needs_weight = ctx.needs[:2]
     tensors, scalings = Kept(x_columns if needs_weight else None, w_columns if needs_x else None).parts()
     ctx.save_for_backward(*tensors)
-    # The state's tensors change in place by design, which saved tensors must not: backward reads their current values.
+    # Not by `save_for_backward`: the state's tensors change in place by design; backward reads their current values.
     dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    # for second derivatives; a cast is kept of it, so nothing checks its version
+    # for second derivatives; backward keeps its cast, so nothing checks the version of the weight itself
     ctx.weight = weight
     ctx.rest = dy, scalings, x.shape, dtypes
 
@@ -186,7 +186,7 @@ def run_backward(
 def of_cast(
     dy: Source, casts: list[Cast], x: Operand | None, w: Operand | None, dx_dtype: torch.dtype, dw_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, of the first of these casts, which is taken out of the list, so that its memory can be used again."""
+    """The same for the first cast in the list, which is removed so that its memory can be reused."""
     like = dy if isinstance(dy, Tensor) else dy.inputs[0]
     rows, columns, sums = casts.pop(0)
     dx = dgrad(rows, w, dx_dtype)
@@ -228,10 +228,10 @@ def of_layer_fake(dy: Tensor, n: int, x: Operand | None, dtype: torch.dtype, bia
 
 
 class _Gradients(Differentiable):
-    """dgrad, wgrad and the sum for the bias, whose derivatives are asked for: a loss on forces, a penalty on gradients.
+    """dgrad, wgrad and the bias sum with derivatives of their own, as for a loss on forces or a gradient penalty.
 
-    Casts are passed straight through, as everywhere. The derivatives of dx, for its cotangent g, are products in the
-    dtype of dy: by dy, ``g @ w^T``; by w, ``dy^T @ g``. Those of dw are not defined.
+    Gradients pass casts unchanged, as everywhere. For a cotangent g of dx, the derivatives are ``g @ w^T`` by dy and
+    ``dy^T @ g`` by w, both computed in the dtype of dy. Derivatives of dw are not defined.
     """
 
     @staticmethod
@@ -240,14 +240,14 @@ class _Gradients(Differentiable):
         ctx.set_materialize_grads(False)
         _, w, *_ = arguments
         is_held = weight.untyped_storage().nbytes() < weight.numel() * weight.element_size()
-        # of a weight without a master, the values of its cast
+        # a weight without a master has the values of its cast
         ctx.values = w if is_held else None
         ctx.save_for_backward(dy, weight)
         return linear_backward(dy, *arguments)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, of_dw: Tensor | None, of_sums: Tensor | None) -> Any:
-        """In operations that autograd knows, so that further derivatives follow."""
+        """Uses operations that autograd can differentiate further."""
         dy, weight = ctx.saved_tensors
         if of_dw is not None:
             raise RuntimeError(
@@ -283,7 +283,7 @@ def differentiable_backward(dy: Tensor, weight: Tensor, *arguments: Any) -> tupl
 
 
 class _Linear(Differentiable):
-    """The operator where nothing watches operators."""
+    """The operator, run directly if nothing watches operators."""
 
     forward = staticmethod(_linear)
     backward = staticmethod(_gradients)
@@ -307,7 +307,7 @@ def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def refuse_double_backward() -> None:
-    """For a backward that is itself differentiated where that is not defined.
+    """Refuse to differentiate a backward for which this is not defined.
 
     Raises:
         RuntimeError: always.

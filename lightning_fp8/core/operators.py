@@ -39,10 +39,10 @@ class Layer(NamedTuple):
     columns: Operand | None
 
 
-# Operators take tensors, strings and numbers; the values that the functions behind them take are flattened here, and
-# only here. A state is passed by its handle, so a compiled graph does not see recording as a mutation of an input,
-# which would force an order on the graphs of all layers and fail where their backward passes interleave. That is safe,
-# since a maximum may be taken twice and in any order.
+# Operators take only tensors, strings and numbers. The functions behind them take values with several of these, which
+# are flattened here, and only here. A state is passed by its handle, so a compiled graph does not see recording as a
+# mutation of an input: that would force an order on the graphs of all layers, and fail where their backward passes
+# interleave. Hiding it is safe, because a maximum may be taken twice and in any order.
 _OPERAND = "Tensor {0}, Tensor {0}_scale_inv, str {0}_scaling"
 _NO_OPERAND = _OPERAND.replace("Tensor", "Tensor?")
 _PARTS = {
@@ -71,7 +71,7 @@ class Signature(NamedTuple):
         values = iter(flat)
         arguments: list[Any] = []
         for kind in self.kinds:
-            # the dispatcher leaves out what has its default value
+            # the dispatcher omits arguments with default values
             arguments.extend((_assemble(kind, values),) if kind else islice(values, 1))
         return arguments
 
@@ -145,7 +145,7 @@ class Operator:
     Attributes:
         op: torch's operator.
         signature: its arguments.
-        run: the function, for where nothing watches operators.
+        run: the function that is called directly if nothing watches operators.
     """
 
     def __init__(self, signature: Signature, run: Callable[..., Any]) -> None:
@@ -181,7 +181,7 @@ def _with_flat_arguments(signature: Signature, function: Callable[..., Any]) -> 
 
 
 class Differentiable(torch.autograd.Function):
-    """The base of the functions that compute what differentiable operators do, where nothing watches operators."""
+    """The base of functions that run a differentiable operator's code directly if nothing watches operators."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -209,7 +209,7 @@ def implement_differentiable(
 
     Args:
         signature: of the operator.
-        eager: what runs instead of the operator where nothing watches operators.
+        eager: runs instead of the operator if nothing watches operators.
         forward: what the operator computes.
         save: ``(ctx, output, *arguments)``, saves tensors for backward; ``ctx.needs`` has a bool for each gradient.
         backward: ``(ctx, *gradients of the output)``, returns the gradients, and possibly more that are None.

@@ -1,1 +1,1 @@
-"""What a training step costs in bf16 and in FP8 on a GPU that is not at hand, estimated from the model's operators."""
+"""Estimates what a training step costs in bf16 and in FP8 from the model's operators, without the GPU."""

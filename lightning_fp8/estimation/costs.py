@@ -1,7 +1,7 @@
 """What operators cost on a device: a roofline with the shares of its peaks that programs reach.
 
-An implementation of FP8 is described by what it moves and launches beside the products, so that what others have
-published of theirs is estimated as theirs (``benchmarks/published.jsonl``), and ours as ours.
+An implementation of FP8 is described by what it moves and launches besides the products. Published results of other
+implementations (``benchmarks/published.jsonl``) are thus estimated with their costs, and this package with its own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Constants:
     """What is not in a data sheet. ``python -m benchmarks.published`` fits them, see ``docs/estimate.md``.
 
     Attributes:
-        bf16, fp8: share of the peak that large products reach.
-        attention: the same of attention, of the peak of bf16.
-        bandwidth: share of the memory's bandwidth.
-        fused: share of the bytes of element-wise operators that is left where a compiler fuses them.
-        operator: time of the host to launch an operator in eager mode, in seconds.
-        kernel: the least time of a kernel on the device, in seconds.
-        ramp: elements along K in whose time a product starts and ends.
-        compiled: share of an operator's host time that is left where a compiler launches.
-        overlap: share of the communication that runs beside computation.
+        bf16, fp8: the share of the peak that large products reach.
+        attention: the share of the bf16 peak that attention reaches.
+        bandwidth: the share of the memory bandwidth that programs reach.
+        fused: the share of the bytes of element-wise operators that remains if a compiler fuses them.
+        operator: host time to launch an operator in eager mode, in seconds.
+        kernel: the minimum time of a kernel on the device, in seconds.
+        ramp: the time to start and end a product, as a number of elements along K.
+        compiled: the share of an operator's host time that remains if a compiler launches it.
+        overlap: the share of the communication that overlaps with computation.
     """
 
     bf16: float = 0.70
@@ -45,15 +45,15 @@ class Constants:
 
 @dataclass(frozen=True)
 class Implementation:
-    """What an implementation of FP8 does beside the products.
+    """What an implementation of FP8 does besides the products.
 
     Attributes:
         activation: bytes moved to cast an element of an input or an output's gradient, for both of its products.
-        weight: the same of a weight.
+        weight: bytes moved to cast an element of a weight.
         caches_weights: whether a weight is cast once for each optimizer step, rather than for each micro-batch.
-        host: time of the host that a layer takes more than in bf16, forward and backward in eager mode, in operators.
-        kernels: kernels that a layer launches more, forward and backward.
-        speed: of its products, relative to one scale for each operand.
+        host: additional host time of a layer over bf16, for forward and backward in eager mode, in operators.
+        kernels: additional kernels of a layer over bf16, for forward and backward.
+        speed: the speed of its products, relative to one scale for each operand.
     """
 
     activation: float
@@ -75,7 +75,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of one step of training, by what it is for. Each in seconds on the device, but ``host``."""
+    """The time of a training step, by purpose. All are seconds on the device, except ``host``."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -92,7 +92,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The step's time: the host launches ahead of the device, so the slower of both decides."""
+        """The step's time: the host launches ahead of the device, so the slower one decides."""
         return max(self.device, self.host)
 
 
@@ -103,9 +103,9 @@ class Pricing:
     Attributes:
         gpu: the device.
         compiled: whether a compiler fuses and launches the operators.
-        gpus: among how many devices parameters or gradients are exchanged; 1 for none.
+        gpus: the number of devices that exchange parameters or gradients; 1 for no exchange.
         sharded: whether parameters are sharded (FSDP), or only gradients are summed (DDP).
-        constants: those of :class:`Constants`.
+        constants: see :class:`Constants`.
     """
 
     gpu: Gpu
@@ -124,10 +124,10 @@ class Pricing:
         """The time of a step.
 
         Args:
-            step: its operators.
-            in_fp8: by name of a weight, its products that run in FP8.
-            implementation: how; None for bf16.
-            gathers_fp8: whether FSDP gathers those weights in FP8.
+            step: the step's operators.
+            in_fp8: for each weight, by name, its products that run in FP8.
+            implementation: the implementation of FP8; None for bf16.
+            gathers_fp8: whether FSDP gathers these weights in FP8.
         """
         sums = dict.fromkeys(("products", "attention", "other"), 0.0)
         operators = 0.0
@@ -167,12 +167,12 @@ class Pricing:
         return max(computes, moves) + reached.kernel
 
     def _filled(self, m: int, n: int, k: int, batch: int) -> float:
-        """The share of the device's work that is part of the result: ragged tiles and ragged waves count whole."""
+        """The useful share of the device's work: ragged tiles and ragged waves cost as much as full ones."""
         shares = []
         for rows, columns, speed in ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7)):
             tiles = batch * ceil(m / rows) * ceil(n / columns)
             waves = ceil(tiles / self.gpu.multiprocessors)
-            # where there are few tiles, a library divides the sum over K among the rest
+            # if there are few tiles, a library splits the sum over K among the idle multiprocessors
             parts = max(1, min(self.gpu.multiprocessors // tiles, k // 1024)) if waves == 1 else 1
             done = batch * m * n * parts / (waves * self.gpu.multiprocessors * rows * columns)
             shares.append(speed * done * k / (k + self.constants.ramp * parts))
@@ -203,7 +203,7 @@ class Pricing:
         return self._moves(moved) + self.constants.kernel * kernels, kernels, implementation.host * layers
 
     def _communication(self, step: Step, gathered_in_fp8: Mapping[str, frozenset[Product]]) -> float:
-        """Seconds of communication that no computation hides: gradients in fp32, and with FSDP parameters in bf16."""
+        """Seconds of communication not hidden by computation: fp32 gradients, and with FSDP also bf16 parameters."""
         if self.gpus == 1:
             return 0.0
         in_fp8 = sum(step.sizes[name] for name in gathered_in_fp8)
@@ -213,7 +213,7 @@ class Pricing:
         return seconds * (1 - self.constants.overlap)
 
     def _moves(self, number: float) -> float:
-        """Seconds in which the memory moves this many bytes."""
+        """Seconds that the memory takes to move this many bytes."""
         return number / (self.gpu.bandwidth * 1e9 * self.constants.bandwidth)
 
     def with_constants(self, **values: float) -> Pricing:

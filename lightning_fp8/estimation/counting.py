@@ -38,8 +38,8 @@ class MatrixProduct:
     """``batch`` products of a matrix (M, K) and one (K, N).
 
     Attributes:
-        weight: name of the parameter whose product it is, or None for one of activations alone.
-        product: which of the three products of the weight.
+        weight: name of the parameter in the product; None for a product of activations.
+        product: which of the weight's three products it is.
     """
 
     m: int
@@ -65,10 +65,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Any other operator. It takes its time to move memory, or for its FLOPs if it has any (convolutions).
+    """Any other operator. Its time is that of its memory traffic, or of its FLOPs if it has any (convolutions).
 
     Attributes:
-        copies_for: name of the parameter for whose product it copies the parameter, or an input, into bf16.
+        copies_for: if it copies a parameter, or an input for its product, into bf16: the name of this parameter.
     """
 
     name: str
@@ -90,9 +90,9 @@ class Input:
     """A tensor that one or more weights are multiplied by.
 
     Attributes:
-        elements: its size.
-        weights: their names.
-        is_kept: whether only these products keep it until backward.
+        elements: its number of elements.
+        weights: the names of these weights.
+        is_kept: whether it is kept until backward for these products only.
     """
 
     elements: int
@@ -105,8 +105,8 @@ class Step:
     """One step of training on one device.
 
     Attributes:
-        operators: each with how often it runs.
-        inputs: those of all weights, each as often as it is computed.
+        operators: the operators, and how often each runs.
+        inputs: the inputs of all weights, each as often as it is computed.
         sizes: number of elements of each parameter.
         trained: number of elements of trained parameters.
         trained_bytes: their size in bytes.
@@ -129,7 +129,7 @@ class NothingToTrainError(ValueError):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down each operator. What a tensor is, its storage tells, which views share; storages seen stay alive."""
+    """Records each operator. Identifies tensors by their storage, which views share, and keeps storages alive."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):
         self.last = "no operator"
         self._alive: dict[int, Any] = {}
         self._weights = {self._key(tensor): name for name, tensor in parameters.items()}
-        # of a copy in another dtype: the original, and the operator that has made it
+        # for a copy in another dtype: the original, and the operator that made it
         self._copies: dict[int, tuple[int, Elementwise]] = {}
         self._inputs: dict[int, tuple[int, list[str]]] = {}
         self._gradients: dict[int, str] = {}
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
         return self._copies[key][0] if key in self._copies else key
 
     def _grouped_product(self, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> MatrixProduct:
-        """Products of groups of rows, as many for each expert."""
+        """Products of groups of rows, assuming equally many rows for each expert."""
         experts = next(tensor.shape[0] for tensor in (left, right, result) if tensor.dim() == 3)
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
         if right.dim() == 3:
@@ -299,7 +299,7 @@ class _Training(nn.Module):
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """The loss of what a model returns; the sum of all that can be differentiated where there is none."""
+    """The loss in what a model returns. If there is none, the sum of everything that can be differentiated."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
         return output["loss"]
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
@@ -312,11 +312,11 @@ def _loss(output: Any) -> torch.Tensor:
 def count(model: nn.Module, batch: Any) -> Step:
     """The operators of a forward and a backward of ``model`` on ``batch``, in bf16 by autocast.
 
-    Neither is changed, and no memory for tensors is taken: both may be on the meta device.
+    Changes neither, and allocates no memory for tensors. Both may be on the meta device.
 
     Args:
-        model: a module, or a ``LightningModule``, whose ``training_step(batch, 0)`` is counted.
-        batch: what it takes: a mapping of keyword arguments, a tuple or list of arguments, or one argument.
+        model: a module. For a ``LightningModule``, ``training_step(batch, 0)`` is counted.
+        batch: the model's input: a mapping of keyword arguments, a tuple or list of arguments, or one argument.
 
     Raises:
         RuntimeError: for a model that does not run without values; it names the operator at which it stopped.
@@ -367,7 +367,7 @@ def count(model: nn.Module, batch: Any) -> Step:
 
 @contextmanager
 def _with_trainer(model: nn.Module) -> Iterator[None]:
-    """Give a ``LightningModule`` what its training step asks for: a Trainer, and somewhere to log to."""
+    """Give a ``LightningModule`` what its training step needs: a Trainer, and a place to log to."""
     if not isinstance(model, LightningModule):
         yield
         return
@@ -387,7 +387,7 @@ def _with_trainer(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without what Lightning says of seeds and devices: nothing will run."""
+    """Suppress Lightning's messages about seeds and devices, as nothing will run."""
     logging.disable(logging.INFO)
     try:
         yield
@@ -408,7 +408,7 @@ def _is_float(value: Any) -> bool:
 
 @contextmanager
 def _attention_as_one(recorder: _Recorder) -> Iterator[None]:
-    """Count attention as one operator; on a CPU some forms of it fall apart into products and a softmax."""
+    """Count attention as one operator. On a CPU, torch would split some forms of it into products and a softmax."""
 
     def attention(
         query: torch.Tensor,

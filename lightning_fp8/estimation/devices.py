@@ -1,4 +1,4 @@
-"""What vendors say that their devices reach: peaks without sparsity, from the documents named in ``SOURCES``."""
+"""Peaks of devices according to their vendors, without sparsity, from the documents named in ``SOURCES``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Gpu:
     """One device.
 
     Attributes:
-        title: what it is called.
-        bf16: dense products of bf16 with fp32 accumulation, in TFLOP/s.
-        fp8: the same of FP8; None where the hardware has none.
-        bandwidth: of its memory, in GB/s.
-        memory: in GB.
-        multiprocessors: among which the tiles of a product are divided.
-        link: what it sends to others in the same machine, one direction, in GB/s.
+        title: the device's name.
+        bf16: peak of dense bf16 products with fp32 accumulation, in TFLOP/s.
+        fp8: peak of dense FP8 products with fp32 accumulation, in TFLOP/s; None if the hardware has no FP8.
+        bandwidth: memory bandwidth, in GB/s.
+        memory: memory size, in GB.
+        multiprocessors: number of multiprocessors, among which the tiles of a product are divided.
+        link: bandwidth to other devices in the same machine, in one direction, in GB/s.
         capability: CUDA compute capability, which decides what recipes run.
         source: key of ``SOURCES``.
     """

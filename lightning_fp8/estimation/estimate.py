@@ -1,4 +1,4 @@
-"""``lightning_fp8.estimate``: whether FP8 would pay for a model on a GPU that is not at hand."""
+"""``lightning_fp8.estimate``: whether FP8 would pay for a model on a GPU, without that GPU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lightning_fp8.runtime.did_you_mean import did_you_mean
 from lightning_fp8.scalings.per_tensor import DelayedScaling
 from lightning_fp8.scalings.recipe import RECIPES, Recipe, as_recipe
 
-# FP8 pays from here on: what is gained below is lost in the noise of most runs
+# FP8 pays from this speed-up on: smaller gains are lost in the noise of most runs
 PAYS = 1.05
-# The least error that four of five published cases for the fit, and of their sources, stay within. It grows as products
-# shrink below _SIZE, to at most twice as much.
+# Four of five published cases used for the fit, and four of five of their sources, stay within this error. It grows as
+# products shrink below _SIZE, to at most twice as much.
 _ERROR = 0.11
 _SIZE = 2048
 STRATEGIES = ("ddp", "fsdp")
@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
     Attributes:
         what: the layers and the product, or the operator.
-        bf16, fp8: seconds in a step, in FP8 with the casts of the operands.
+        bf16, fp8: seconds in a step; FP8 includes the casts of the operands.
     """
 
     what: str
@@ -69,9 +69,9 @@ class Estimate:
         recipe: the precision string.
         compiled: whether ``torch.compile`` was assumed.
         speedup: a step's time in bf16-mixed over that in FP8.
-        low, high: the range in which the speed-up is in four of five cases.
-        bf16, fp8: seconds of a step, by what they are for.
-        memory_saved: bytes of activations that autograd keeps less.
+        low, high: the range that contains the speed-up in four of five cases.
+        bf16, fp8: seconds of a step, by purpose.
+        memory_saved: how many fewer bytes of activations autograd keeps.
         converted: how many layers run in FP8.
         deciding: the five groups of products or operators that take most of the step.
         better_in_bf16: paths of layers that would be faster in bf16.
@@ -164,11 +164,11 @@ def estimate(
     gpus: int = 8,
     **settings: Any,
 ) -> Estimate:
-    """Estimate how much faster a training step is in FP8 than in ``bf16-mixed``, on a GPU that need not be here.
+    """Estimate how much faster a training step is in FP8 than in ``bf16-mixed`` on a GPU. It does not need that GPU.
 
     One forward and one backward run on tensors without values or memory, and each operator is priced by its FLOPs and
-    bytes. Nothing is measured, and neither model nor batch is changed. ``docs/estimate.md`` has what this is compared
-    with.
+    bytes. Nothing is measured, and neither model nor batch is changed. ``docs/estimate.md`` compares estimates with
+    published measurements.
 
     Args:
         model: any module, also on the meta device. Of a ``LightningModule``, ``training_step(batch, 0)`` is counted.
@@ -178,8 +178,8 @@ def estimate(
             ``rtx-4090``, ``rtx-5090``.
         recipe: see :class:`lightning_fp8.Fp8Precision`.
         compiled: whether the model is compiled by ``torch.compile``.
-        strategy: ``"ddp"`` or ``"fsdp"`` for training on several devices of a machine; roughly.
-        gpus: how many, with a strategy.
+        strategy: ``"ddp"`` or ``"fsdp"`` for training on several devices of a machine, a rough estimate.
+        gpus: the number of devices, with a strategy.
         settings: ``ignore_modules``, ``min_features``, ``overrides``: see :func:`lightning_fp8.convert`.
 
     Returns:
@@ -277,7 +277,7 @@ class Estimator:
 
 
 def size_of_products(step: Step, in_fp8: Mapping[str, frozenset[Product]]) -> float:
-    """The least of M, N and K of the products in FP8, as a mean weighted by FLOPs."""
+    """The smallest of M, N and K of each FP8 product, averaged over products by FLOPs."""
     products = [
         (operator, times * operator.flops)
         for operator, times in step.operators.items()
@@ -293,14 +293,14 @@ def spread(speedup: float, size: float, unknown: int = 0) -> tuple[float, float]
     Args:
         speedup: the estimate.
         size: see :func:`size_of_products`.
-        unknown: how many things make it wider.
+        unknown: how many unknowns make the range wider.
     """
     error = _ERROR * min(max(1.0, _SIZE / size), 2.0) * (1 + 0.3 * unknown)
     return speedup * exp(-error), speedup * exp(error)
 
 
 def check_recipe(gpu: Gpu, precision: str) -> None:
-    """ValueError for a recipe that a device cannot run, or whose costs are not known."""
+    """ValueError if the device cannot run the recipe, or its costs are not known."""
     if gpu.fp8 is None:
         with_fp8 = ", ".join(name for name, other in GPUS.items() if other.fp8)
         raise ValueError(f"{gpu.title} computes no products in FP8. Devices that do are {with_fp8}.")
@@ -343,7 +343,7 @@ class _Case:
         return any(name in self.in_fp8 for name in weights)
 
     def gain_of(self, name: str) -> float:
-        """Seconds that a weight's products take less in FP8, with their casts."""
+        """Seconds that a weight's products save in FP8, casts included."""
         alone = {name: self.in_fp8[name]}
         of_weight = replace(
             self.step,
@@ -391,7 +391,7 @@ def _folded(paths: Iterable[str]) -> list[Candidate]:
 
 
 def _suggestions(case: _Case, slower: list[str]) -> Iterator[tuple[str, float]]:
-    """What would gain at least one percent more, with the speed-up that it would give."""
+    """Changes that would gain at least another percent, each with the resulting speed-up."""
     found: list[tuple[str, _Case]] = []
     if slower:
         rest = {name: products for name, products in case.in_fp8.items() if name not in slower}
@@ -421,7 +421,7 @@ def _uncertain(case: _Case, strategy: str | None) -> Iterator[str]:
 
 
 def scaled(step: Step, tokens: int = 1, width: int = 1) -> Step:
-    """The step of a batch, or of layers, that many times as large."""
+    """The step with the batch, or the width of layers, this many times as large."""
     operators = step.operators.__class__()
     for operator, times in step.operators.items():
         if isinstance(operator, MatrixProduct) and operator.weight:

@@ -1,4 +1,4 @@
-"""What models do with tensors beside computing: they read lengths and masks, and copy tensors."""
+"""What models do with tensors besides computing: they read lengths and masks, and copy tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-# larger ones take time and memory, and are not what decides
+# larger tensors take time and memory, and rarely decide anything
 _MOST_ELEMENTS = 2**20
 
 
 class FollowedValues(TorchDispatchMode):
-    """Computes each operator of integers and booleans for real too, so that a model can read the results.
+    """Also computes operators on integers and booleans with real values, so that a model can read the results.
 
     Args:
         mode: the mode that makes the fake tensors.
@@ -34,7 +34,7 @@ class FollowedValues(TorchDispatchMode):
         self._real: Any = WeakIdKeyDictionary()
 
     def follow(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """``fake`` stands for ``real``, unless that has no values, is large or has fractions."""
+        """Remember ``real`` as the value of ``fake``, unless it has no values, is large or has fractions."""
         if not real.is_meta and not real.is_floating_point() and real.numel() <= _MOST_ELEMENTS:
             with unset_fake_temporarily():
                 self._real[fake] = real.detach().cpu().clone()
@@ -75,7 +75,7 @@ class FollowedValues(TorchDispatchMode):
 
 
 class CopiedInDepth(TorchFunctionMode):
-    """Copies fake tensors in ``copy.deepcopy``, which would ask for their memory."""
+    """Copies fake tensors in ``copy.deepcopy``, which would otherwise access their memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not torch.Tensor.__deepcopy__:

@@ -8,13 +8,13 @@ from typing import cast
 
 from torch import nn
 
-# a model with adapters has imported these modules
+# if a model has adapters, these modules are already imported
 _TUNERS = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 _LORA = ("peft.tuners.lora.layer", "LoraLayer")
 
 
 def adapter_modules(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Of a model's modules, those that belong to adapters: all that a tuner layer of PEFT holds except its base layer.
+    """The modules that belong to adapters: everything inside PEFT's tuner layers except their base layers.
 
     Args:
         modules: the model and everything inside it.

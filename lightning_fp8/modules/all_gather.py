@@ -1,9 +1,9 @@
 """Weights that ``fully_shard`` gathers in FP8: half the bytes of bf16, and the same numbers.
 
-Each process casts its shard before the gather, with the scale of the whole weight. For that the amaxes of all shards
-are measured together and reduced over the processes: one collective of one vector for all weights, once per optimizer
-step. A shard is first cast to the policy's ``param_dtype``, as for a gather without FP8, so the codes, and all
-results computed from them, are the same bit for bit.
+Each process casts its shard before the gather, with the scale of the whole weight. For this scale, the amaxes of all
+shards are measured together and reduced over the processes: one collective of one vector for all weights, once per
+optimizer step. A shard is first cast to the policy's ``param_dtype``, as for a gather without FP8, so the codes, and
+all results computed from them, are the same bit for bit.
 
 FSDP2 calls two methods of the shard's tensor for this (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, see
 ``torch.distributed.fsdp``, "all-gather extensions").
@@ -37,10 +37,10 @@ from lightning_fp8.scalings.per_tensor import PerTensor
 class _Scales:
     """The scales of all weights that are gathered over the same processes.
 
-    They are valid until an optimizer steps or a weight is changed. In evaluation, where weights may be swapped (EMA,
+    They are valid until an optimizer steps or a weight changes. In evaluation, where weights may be swapped (EMA,
     averaging) without a trace, they are valid for one forward only: until a weight is gathered again. All processes
-    must take part in the reduction. These rules make all of them do so at the same time, as a change of a sharded
-    parameter leaves its trace on each.
+    must join the reduction. With these rules they do so at the same time, because a change of a sharded parameter
+    leaves a trace on each process.
     """
 
     def __init__(self, state: ScalingState) -> None:
@@ -50,7 +50,7 @@ class _Scales:
         self._in_training: bool | None = None
         self._gathered: set[int] = set()
         self._scales: dict[torch.dtype, Tensor] = {}
-        # those of the last measurement
+        # the results of the last measurement
         self._made_of: list[Stamped]
         self._steps: int
         self._amax: Tensor
@@ -144,9 +144,9 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
     Call it after ``convert`` and ``fully_shard`` (in any order), and before the first forward.
 
     Returns:
-        Names of these layers. Still gathered without FP8 are weights that several modules share, weights of experts, of
-        layers that fell back and of layers with fprop or dgrad in bf16, and weights that ``fully_shard`` has not
-        sharded along their first dimension.
+        Names of these layers. The following weights are still gathered without FP8: weights that several modules share,
+        weights of experts, of layers that fell back and of layers with fprop or dgrad in bf16, and weights that
+        ``fully_shard`` has not sharded along their first dimension.
 
     Raises:
         ValueError: if no layer qualifies, processes do not share their scales (``reduce_amax=False``), or weights are

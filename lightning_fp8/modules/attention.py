@@ -31,7 +31,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         return False
 
     def _in_operand(self, gemm: str) -> Any:
-        """The operand for :meth:`_project`, made once per forward for ``in_proj``, or for q_proj, k_proj and v_proj."""
+        """The weight of an input projection as the operand for :meth:`_project`, made once per forward."""
         raise NotImplementedError
 
     def _project(self, gemm: str, x: Tensor, operand: Any, rows: slice, bias: Tensor | None) -> Tensor:
@@ -50,7 +50,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """query ``[L, E]``, ``[L, B, E]`` or, with ``batch_first``, ``[B, L, E]`` -> output of that shape, weights."""
-        # plain again with a forward of the user's around this one, or with all products in bf16: torch's own numbers
+        # torch's own numbers if the layer is plain again (a user's forward still calls this one), or all in bf16
         if not isinstance(self, SdpaMultiheadAttention) or self._is_plain(query):
             return nn.MultiheadAttention.forward(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -152,7 +152,7 @@ class SdpaMultiheadAttention(nn.MultiheadAttention):
             )
 
     def _check_rows(self) -> None:
-        # the rows are split into those of query, key and value: surplus rows would be ignored silently
+        # rows are split among query, key and value: surplus rows would be ignored silently
         parts = 3 if self.in_proj_weight is not None else 1
         rows = {f"{gemm}_weight": parts * self.embed_dim for gemm in in_gemms(self)}
         if self.in_proj_bias is not None:
@@ -191,7 +191,7 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
 
     def _is_plain(self, query: Tensor) -> bool:
         out_proj = self.out_proj
-        # an adapter, or a forward that the user has replaced, is called
+        # torch's forward would not call an adapter, or a forward that the user has replaced
         if not isinstance(out_proj, nn.Linear) or "forward" in vars(out_proj):
             return False
         parts = [part for part in (self, out_proj) if isinstance(part, Fp8Module)]
@@ -222,7 +222,7 @@ class Fp8MultiheadAttention(Fp8Module, SdpaMultiheadAttention):
 
 
 def in_gemms(layer: nn.Module) -> tuple[str, ...]:
-    """Names of an attention's input projections; ``<name>_weight`` is the weight of each."""
+    """Names of an attention's input projections; the weight of each is called ``<name>_weight``."""
     return ("q_proj", "k_proj", "v_proj") if layer.in_proj_weight is None else ("in_proj",)
 
 

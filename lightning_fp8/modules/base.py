@@ -25,11 +25,11 @@ class Fp8Module(Swapped):
     """A module whose linear layers compute in FP8. Never constructed: conversion changes the class of an object.
 
     Attributes:
-        fp8: the GEMM of each of its own weights, by name; the name is ``""`` where there is just one.
+        fp8: a GEMM for each weight that the module itself holds, by name; a single weight has the name ``""``.
         weight_is_k_by_n: whether the layer stores its weight as ``[K, N]``, not as ``[N, K]``.
-        family: the classes that compute with one forward; :func:`fp8_class` adds to them.
-        weights_are_stacked: whether its weights are matrices of parameters ``[E, N, K]``: the names of their GEMMs end
-            with ``.<number>``, and :meth:`gemm_weights` gives the parameters.
+        family: the classes that share one forward; :func:`fp8_class` adds to it.
+        weights_are_stacked: whether parameters ``[E, N, K]`` stack E weights each. The names of their GEMMs then end
+            with ``.<number>``, and :meth:`gemm_weights` returns the whole parameters.
     """
 
     fp8: dict[str, Gemm]
@@ -38,11 +38,11 @@ class Fp8Module(Swapped):
     family: ClassVar[set[type[Fp8Module]]] = set()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # a class that is made for the conversion is not one that the user's class has to know
+        # don't trigger the `__init_subclass__` of the user's class
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # whatever the plain class does to be copied, the copy is converted too
+        # the copy is converted too, even if the plain class has a `__deepcopy__`
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -59,11 +59,11 @@ class Fp8Module(Swapped):
         return {"": held_weight(layer)}
 
     def gemm_weight(self, gemm: str) -> Tensor | None:
-        """One of the layer's GEMM weights, as it is now; see :func:`held_weight` for a computed one."""
+        """The current value of one of the layer's GEMM weights; for a computed weight, see :func:`held_weight`."""
         return self.gemm_weights(self).get(gemm)
 
     def gemms(self) -> list[tuple[Gemm, Tensor]]:
-        """Each of its own GEMMs, with the current weight; see :func:`held_weight` for a computed one."""
+        """The layer's own GEMMs with their current weights; for a computed weight, see :func:`held_weight`."""
         weights = self.gemm_weights(self)
         return [(gemm, weights[name]) for name, gemm in self.fp8.items()]
 
@@ -74,7 +74,7 @@ class Fp8Module(Swapped):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether any of its own GEMMs has a product in FP8 now."""
+        """Whether any of the layer's own GEMMs has a product in FP8 now."""
         return any(gemm.precision.in_fp8 for gemm in self.fp8.values())
 
     @property
@@ -84,20 +84,20 @@ class Fp8Module(Swapped):
 
     @property
     def has_fp8_only(self) -> bool:
-        """Whether a weight exists in FP8 only, or is to as soon as it is frozen and loaded."""
+        """Whether a weight exists in FP8 only, or will once it is frozen and loaded."""
         return any(gemm.weight_cast.fp8_only for gemm in self.fp8.values()) or any(
             isinstance(parameter, Fp8Parameter) for parameter in self._parameters.values()
         )
 
     @property
     def phase(self) -> Phase:
-        """What a forward is part of now."""
+        """The phase that a forward would belong to now."""
         if not self.training:
             return Phase.EVALUATION
         return Phase.TRAINING if torch.is_grad_enabled() else Phase.REPLAY
 
     def train(self, mode: bool = True) -> Self:
-        """Switch between training and evaluation, where weights may be swapped: no cast outlives a switch."""
+        """Switch between training and evaluation. A switch drops all casts, as evaluation may swap the weights."""
         if mode != self.training:
             self._drop_casts()
         return super().train(mode)
@@ -129,7 +129,7 @@ class Fp8Module(Swapped):
         if self.has_fp8_only:
             free_masters(self)
         state = self.scaling_state
-        # histories that were loaded since the last update are those of the weights that are loaded now
+        # histories loaded since the last update belong to the weights being loaded now
         if not state.has_loaded and self._is_in(state_dict, prefix):
             state.empty_histories([gemm.module for gemm in self.fp8.values()])
 
@@ -153,7 +153,7 @@ class Fp8Module(Swapped):
 
 
 def on_sharded_weights(model: nn.Module) -> None:
-    """See :meth:`Gemm.on_sharding`: for layers that were sharded after their conversion."""
+    """Call :meth:`Gemm.on_sharding` for layers that were sharded after their conversion."""
     for layer in model.modules():
         for gemm, weight in layer.gemms() if isinstance(layer, Fp8Module) else ():
             gemm.on_sharding(weight)
@@ -163,7 +163,7 @@ _classes: dict[tuple[type[Fp8Module], type[nn.Module]], type[Fp8Module]] = {}
 
 
 def fp8_class(base: type[Fp8Module], plain: type[nn.Module]) -> type[Fp8Module]:
-    """The one FP8 class for layers of a class that is not known by name: ``base`` computes, all else is ``plain``'s."""
+    """The FP8 class for ``plain``, which has none predefined; made once. ``base`` computes, the rest is ``plain``'s."""
     if (base, plain) not in _classes:
         attributes = {"__doc__": plain.__doc__, "__module__": plain.__module__, "__reduce_ex__": _reduce}
         new_class = _classes[base, plain] = type(f"Fp8{plain.__name__}", (base, plain), attributes)
@@ -172,7 +172,7 @@ def fp8_class(base: type[Fp8Module], plain: type[nn.Module]) -> type[Fp8Module]:
 
 
 def _reduce(self: Fp8Module, protocol: Any) -> Any:
-    # pickle finds the plain class by its name, and not the class that is made here
+    # pickle finds classes by name: the plain class, but not the class made here
     plain: Any = self.plain_class
     make, arguments, *state = plain.__reduce_ex__(self, protocol)
     make, *arguments = (plain if value is type(self) else value for value in (make, *arguments))

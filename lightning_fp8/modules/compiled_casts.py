@@ -1,9 +1,9 @@
-"""Casts weights once, before compiled code runs, which cannot detect stale copies and would cast in each forward.
+"""Casts weights once, before compiled code runs: compiled code cannot detect stale casts, so it would cast each time.
 
-Compiled code reads the casts of such layers as inputs, from tensors that stay the same objects, at the same
-addresses, as long as shapes and device stay the same. A flag of each layer, which compiled code has a guard on, says
-whether they are the casts of the current weights; where it is not set, compiled code casts the weight itself. An
-optimizer step, a load and a move clear it.
+Compiled code reads the casts of such layers as inputs, from tensors that stay the same objects, at the same addresses,
+as long as shapes and device stay the same. A flag of each layer says whether these are casts of the current weights.
+Compiled code has a guard on the flag: if it is not set, compiled code casts the weight itself. An optimizer step, a
+load and a move clear the flag.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def keep_compiled_casts(gemms: Sequence[Gemm], record: bool, in_backward: bool =
     """Cast the weights that have changed, and let compiled code in this context, in any thread, use the casts.
 
     Args:
-        gemms: left out are those of layers whose weight is sharded, computed or not cast, and in training
-            those whose weight is frozen, as it may belong to a target network that changes within the step.
+        gemms: the layers' GEMMs. Skips weights that are sharded, computed or not cast, and in training also frozen
+            weights, because a frozen weight may belong to a target network that changes within the step.
         record: whether this is a training step.
         in_backward: whether this is a backward. Its recomputation reads the same casts as the forward: nothing is cast
             again, as that would overwrite what backward has kept.
@@ -71,7 +71,7 @@ def _weight_to_cast(gemm: Gemm, record: bool) -> Tensor | None:
 
 
 def _refresh(layers: list[tuple[Gemm, Tensor]], record: bool) -> None:
-    """Write the casts of those weights of a model that have changed."""
+    """Cast the changed weights of a model into the tensors that compiled code reads."""
     stale = [entry for entry in layers if not _is_held(*entry)]
     if not stale:
         return
@@ -90,11 +90,11 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Cast]:
             continue
         kept, made = _tensors(former_cast), _tensors(cast)
         if made[0] is kept[0]:
-            # written by a kernel: a backward that waits for the former codes must fail, not use these
+            # a kernel wrote them, unseen by autograd: a pending backward that needs the old codes must fail
             torch.autograd.graph.increment_version(kept[:2])
         copied = set()
         for target, source in zip(kept, made, strict=True):
-            # not what a kernel has written, nor a view of another part
+            # neither what a kernel has written, nor a view of another part
             memory = target.untyped_storage().data_ptr()
             if target is not source and memory not in copied:
                 copied.add(memory)
@@ -122,7 +122,7 @@ def _fitting(gemm: Gemm, weight: Tensor) -> Cast | None:
 
 
 def _check(gemm: Gemm) -> None:
-    """Leave a layer out for good if its weight was changed within a context, by means that do not clear its flag."""
+    """Skip a layer from now on if its weight was changed within a context in a way that does not clear its flag."""
     weight = gemm.weight
     if not gemm.weight_cast.compiled_cast_is_current or weight is None or _is_held(gemm, weight):
         return

@@ -15,11 +15,11 @@ class Fp8Conv1D(Fp8Module, Conv1D):
     """``y = x @ weight + bias`` as :class:`~lightning_fp8.Fp8Linear` computes it; weight ``[nx, nf]``.
 
     Shape:
-        x ``[*, nx]`` fp32, bf16 or fp16; y ``[*, nf]``, in autocast's dtype where autocast is on, else in that of x.
+        x ``[*, nx]`` fp32, bf16 or fp16; y ``[*, nf]``, in autocast's dtype if autocast is on, else in the dtype of x.
 
     Raises:
         TypeError: for an input that is not fp32, bf16 or fp16, or is nested.
-        ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
+        ValueError: if the last dimension of the input does not match the weight, or the bias has another length.
     """
 
     weight_is_k_by_n = True

@@ -30,31 +30,31 @@ from lightning_fp8.ops.operand import Groups
 from lightning_fp8.runtime.warn_once import warn_once
 from lightning_fp8.scalings.operand import Operand, Want
 
-# the attributes, set by transformers' decorator `use_experts_implementation`, that tell the form of the experts
+# attributes that say which form the experts have; transformers' decorator `use_experts_implementation` sets them
 _FORM = ("has_gate", "has_bias", "is_transposed")
 _INTERFACE = "transformers.integrations.moe"
 _LLAMA_4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forward")
 
 
 class Fp8Experts(Fp8Module):
-    """The experts of one layer, each product in FP8 with scales of its own.
+    """The experts of one layer, each product in FP8 with its own scales.
 
     For expert e, and each of its tokens x with the routing weight r::
 
         h = x @ gate_up_proj[e]^T;  a, b = h.chunk(2);  y = sum over its experts of r * ((act(a) * b) @ down_proj[e]^T)
 
-    Where the experts have biases, each product adds its own; a gate of the class takes the place of ``act(a) * b``.
+    If the experts have biases, each product adds its own. If the class has its own gate, it replaces ``act(a) * b``.
 
     An expert without a token records nothing, so its histories and scales stay. The tokens are sorted by expert. On a
     GPU with GEMMs over groups of rows, each product is one launch for all experts, and nothing waits for the device.
-    Elsewhere, and for what these GEMMs do not have, one expert multiplies after the other; for that the host reads the
-    token counts, and waits for the device.
+    Elsewhere, and in cases that these GEMMs do not support, experts run one after the other. The host then waits for
+    the device to read the token counts.
 
     Shape:
-        gate_up_proj ``[E, 2I, H]``, or up_proj ``[E, I, H]`` where the experts have no gate; down_proj ``[E, H, I]``;
+        gate_up_proj ``[E, 2I, H]``, or up_proj ``[E, I, H]`` if the experts have no gate; down_proj ``[E, H, I]``;
         their biases ``[E, 2I]``, or ``[E, I]``, and ``[E, H]``;
         hidden_states ``[T, H]`` fp32, bf16 or fp16; top_k_index ``[T, K] int64``; top_k_weights ``[T, K]``;
-        result ``[T, H]`` in the dtype of hidden_states. Products are in autocast's dtype where autocast is on.
+        result ``[T, H]`` in the dtype of hidden_states. Products are in autocast's dtype if autocast is on.
 
     Raises:
         TypeError: for hidden_states that are not fp32, bf16 or fp16.
@@ -156,7 +156,7 @@ class Fp8Experts(Fp8Module):
         stacks = {name: cast(Tensor, getattr(self, name)) for name in stack_names(self)}
         for name, stack in stacks.items():
             check_whole(self.fp8[f"{name}.0"], stack)
-        # one gradient for all experts, not one of the whole parameter for each; those in FP8 only have none
+        # one gradient for all experts, not one of the whole parameter for each; FP8-only weights get no gradient
         weights = {name: stack if is_frozen(stack) else stack.unbind() for name, stack in stacks.items()}
         whole = {name: self._bias(name) for name in stacks}
         biases = {name: [None] * len(stacks[name]) if bias is None else bias.unbind() for name, bias in whole.items()}
@@ -212,7 +212,7 @@ class Fp8TransposedExperts(Fp8Experts):
 
 
 class Fp8SortedExperts(Fp8TransposedExperts):
-    """Experts that are given rows for each of them, as many, one after the other: those of Llama 4.
+    """The experts of Llama 4, whose input has the rows of all experts one after the other, T rows for each.
 
     Shape:
         hidden_states ``[E * T, H]``; result the same.
@@ -247,7 +247,7 @@ def stack_names(layer: nn.Module) -> tuple[str, str]:
 
 
 def is_experts(layer: nn.Module) -> bool:
-    """Whether these are experts of transformers 5, converted or plain: a layer's experts in two 3-D parameters."""
+    """Whether this module, converted or plain, holds experts of transformers 5, stacked in two 3-D parameters."""
     if not (all(hasattr(layer, flag) for flag in _FORM) or isinstance(layer, Fp8Experts) or _are_sorted(layer)):
         return False
     stacks = [getattr(layer, name, None) for name in stack_names(layer)]
@@ -255,10 +255,10 @@ def is_experts(layer: nn.Module) -> bool:
 
 
 def _are_sorted(layer: nn.Module) -> bool:
-    """Whether experts, converted or plain, compute with the forward of Llama 4's."""
+    """Whether experts, converted or plain, compute with the forward of Llama 4's experts."""
     if isinstance(layer, Fp8SortedExperts):
         return True
-    # a scripted module's class has none
+    # the class of a scripted module has no forward
     forward = getattr(type(layer), "forward", None)
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _LLAMA_4
 
@@ -267,7 +267,7 @@ def _reason_against_experts(layer: nn.Module) -> str | None:
     """Why these plain experts cannot run in FP8; None if they can."""
     if _are_sorted(layer):
         return None
-    # before transformers 5.18, experts do not say so: the first token of another process's expert is an error
+    # before transformers 5.18, experts do not say so; a token of another process's expert then raises an error
     if getattr(layer, "_is_expert_parallel", False):
         return "experts that are distributed over processes"
     # the one forward that is known to compute what the flags say
@@ -277,7 +277,7 @@ def _reason_against_experts(layer: nn.Module) -> str | None:
 
 
 def find_routers(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The layers whose outputs choose experts: ``gate`` or ``router`` beside ``experts``, with a row per expert."""
+    """The layers whose outputs choose experts: ``gate`` or ``router`` next to ``experts``, with one row per expert."""
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             continue

@@ -1,4 +1,4 @@
-"""What a family of layers is: layers of one kind, which conversion recognises and which compute in one way."""
+"""A family of layers: layers that conversion recognises as one kind, and that compute in the same way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Family(NamedTuple):
     """A family of layers.
 
     Attributes:
-        base: has the products of all its layers; its ``gemm_weights`` takes plain layers too.
+        base: the base class of its FP8 classes; its ``gemm_weights`` accepts plain layers too.
         recognises: whether a layer, plain or converted, belongs to it.
         fp8_class: the class of such a layer in FP8.
-        reason_against: why such a layer, which is plain, cannot run in FP8; None if it can.
+        reason_against: why such a layer, if plain, cannot run in FP8; None if it can.
     """
 
     base: type[Fp8Module]
@@ -28,7 +28,7 @@ class Family(NamedTuple):
 
 
 def of_class(plain: type[nn.Module], fp8: type[Fp8Module], name: str) -> Family:
-    """The family of one class, called ``name`` in messages, whose subclasses stay as they are."""
+    """The family of a single class, without subclasses; messages call it ``name``."""
 
     def reason_against(layer: nn.Module) -> str | None:
         kind = own_class(layer)

@@ -1,4 +1,4 @@
-"""Linear - activation - linear, fused: the output of the activation is cast to FP8 directly, as is its gradient."""
+"""Linear - activation - linear, fused: the activation's output and its gradient are cast to FP8 directly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_fp8.ops.activations import ACTIVATIONS
 from lightning_fp8.ops.library import backward_may_follow, may_get_gradient
 from lightning_fp8.scalings.operand import Cast, Operand
 
-# of transformers: modules that call another
+# modules of transformers that only call another activation
 _HOLD_A_FUNCTION = ("GELUActivation", "GELUTanh")
 
 SHARDED = "its weights are sharded"
@@ -42,8 +42,8 @@ class FeedForward(NamedTuple):
         first: one linear layer; or two, gate and up, for ``activation(gate(x)) * up(x)``.
         activation: function or module.
         second: linear layer.
-        dropouts: between activation and second layer.
-        around: modules that call these parts; a fused run does not call them.
+        dropouts: the dropouts between activation and second layer.
+        around: modules that call these parts; they are not called if the block runs fused.
         packed: whether the first layer's output is ``[gate | up]``.
     """
 
@@ -64,16 +64,16 @@ def feed_forward(
     """``second(activation(first(x)))``, or ``second(activation(gate(x)) * up(x))``: x ``[*, K]`` -> ``[*, K']``.
 
     Use it in the forward of your own feed-forward block, converted or not. Once :func:`lightning_fp8.convert` has
-    converted its linear layers, the only pass over memory between the GEMMs is the one that casts the activation's
-    output to FP8, with the same numbers; likewise in backward. Wherever that is not possible, the parts are called one
-    by one: for plain layers, subclasses and adapters, layers that fell back, other activations, parts with hooks, and
-    sharded weights.
+    converted its linear layers, a single pass over memory remains between the GEMMs: it computes the activation and
+    casts its output to FP8, with the same numbers. The same holds in backward. If that is not possible, the parts are
+    called one by one: for plain layers, subclasses and adapters, layers that fell back, other activations, parts with
+    hooks, and sharded weights.
 
     Args:
         first: linear layer ``[K -> N]``, or a pair (gate, up) of such layers.
-        activation: function or module. Fused are relu, gelu (exact, or approximated with tanh) and silu, of torch or
-            of transformers; with a pair, only silu, and only if conversion has found that gate and up share their
-            input.
+        activation: function or module. Blocks with relu, gelu (exact, or approximated with tanh) and silu, of torch or
+            of transformers, run fused; with a pair, only silu does, and only if conversion has found that gate and up
+            share their input.
         second: linear layer ``[N -> K']``.
         x: fp32, bf16 or fp16.
 
@@ -91,7 +91,7 @@ def feed_forward(
 
 
 def run_block(block: FeedForward, x: Tensor) -> Tensor:
-    """The output of the block: fused where that is possible, else part by part."""
+    """The output of the block: fused if possible, else part by part."""
     first, activation, second = block.first, block.activation, block.second
     if reason_against_fusing(block) is None:
         if len(first) == 2:
@@ -112,8 +112,8 @@ def run_block(block: FeedForward, x: Tensor) -> Tensor:
 def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Tensor) -> Tensor:
     """``second(activation(first(x)))`` of converted layers of one model: x ``[*, K]`` -> ``[*, K']``.
 
-    Between the two GEMMs, the only pass over memory is the cast; in backward it is the one that casts the gradient and
-    sums it for the bias. Backward keeps both inputs in FP8 and the activation's input.
+    Between the two GEMMs, the only pass over memory is the cast. In backward, the only pass casts the gradient and sums
+    it for the bias. Backward keeps both inputs in FP8 and the activation's input.
 
     Args:
         first: converted linear layer.
@@ -127,8 +127,8 @@ def fp8_feed_forward(first: nn.Module, activation: str, second: nn.Module, x: Te
 def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
     """``down(silu(gate(x)) * up(x))`` of converted layers of one model, which share x: x ``[*, K]`` -> ``[*, K']``.
 
-    One kernel makes the product and casts it, and one makes both gradients and casts them. Backward keeps both inputs
-    in FP8, and the outputs of gate and up.
+    One kernel computes and casts ``silu(gate) * up``; another computes and casts both gradients. Backward keeps both
+    layers' inputs in FP8, and the outputs of gate and up.
     """
     return _run_fused(gated_mlp, (gate, up, down), x)
 
@@ -136,7 +136,7 @@ def fp8_gated_feed_forward(gate: nn.Module, up: nn.Module, down: nn.Module, x: T
 def _run_fused(
     operator: Callable[..., tuple[Tensor, ...]], layers: tuple[nn.Module, ...], x: Tensor, *activation: str
 ) -> Tensor:
-    """The output of a block, whose last layer takes in what the others give."""
+    """The output of a block: its last layer takes the activation of the other layers' outputs."""
     parts = [cast(Fp8Module, layer) for layer in layers]
     for part in parts[:-1]:
         check_input(part, "input", x, _weight(part))
@@ -178,7 +178,7 @@ def _weight(layer: nn.Module) -> Tensor:
 
 
 def reason_against_fusing(block: FeedForward) -> str | None:
-    """Why the block has to run part by part, as it is now; None if it runs fused."""
+    """Why the block has to run part by part now; None if it runs fused."""
     layers = [*block.first, block.second]
     if any(type(layer) not in LinearForward.family for layer in layers):
         return "a linear layer is not converted, has an adapter, or is sharded by itself"
@@ -204,7 +204,7 @@ def reason_against_fusing(block: FeedForward) -> str | None:
 
 
 def _misfit(weights: list[Tensor], gemms: list[Gemm], packed: bool) -> str | None:
-    """Why these weights do not make a block; the last one is that of the second layer."""
+    """Why these weights do not fit together in a block; the last one is the second layer's."""
     if any(isinstance(weight, DTensor) for weight in weights):
         return SHARDED
     if any(is_frozen(weight) and not weight.content.has_both_orders for weight in weights):

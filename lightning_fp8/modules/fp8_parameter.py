@@ -1,4 +1,4 @@
-"""A weight that exists only as its FP8 cast: a frozen one without a master, or one that FSDP2 has gathered in FP8."""
+"""A weight that exists only as its FP8 cast: it is frozen and has no master, or FSDP2 has gathered it in FP8."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Content:
     Attributes:
         dtype: the dtype of the values.
         k_by_n: whether the layer stores its weight as ``[K, N]``.
-        scaling: of payload and scales.
+        scaling: the scaling of payload and scales.
         payload: ``[N, K] uint8``.
         scale_inv: ``float32``, ``[]`` for the whole weight, ``[ceil(N/128), ceil(K/128)]`` for blocks of 128 x 128, or
             ``[N, 1]`` for rows; in E8M0 ``uint8``, ``[N, ceil(K/32)]`` for 32 of a row, or ``[ceil(N/32), ceil(K/32)]``
             for squares.
         is_frozen: whether there is no master, and no gradient.
         rounding: the scaling that rounds the values again after a change of dtype; None if it is ``scaling``.
-        largest: in the shape of ``scale_inv``, amaxes of the values that a frozen weight was rounded from here. The
-            largest codes are dequantized to them, so that a cast of the dequantized values has the same scales. Of
-            blocks with powers of two, ``[]``: their values are ``code * scale_inv``, and a cast of these has the same
-            values. None for codes that came with their scales: their values are ``code * scale_inv``.
-        payload_t: the payload by columns of a frozen weight, where a GPU's GEMMs have needed it; else None.
-        changed: values in the shape of the weight, after a write of other values than it had; then the payload of a
-            frozen weight is empty, and its layer makes it a plain parameter at its next use. Else None.
+        largest: for a frozen weight that was rounded here, the amaxes before rounding, in the shape of ``scale_inv``.
+            The largest codes are dequantized to these amaxes, so that a cast of the dequantized values has the same
+            scales. ``[]`` for blocks with powers of two, whose values are ``code * scale_inv``: a cast of these gives
+            the same values. None for codes that came with their scales, whose values are ``code * scale_inv`` too.
+        payload_t: the payload by columns of a frozen weight, if a GPU's GEMMs have needed it; else None.
+        changed: the new values, in the shape of the weight, if other values were written; else None. The payload of a
+            frozen weight is then empty, and its layer makes it a plain parameter at its next use.
         name: the layer's name, for messages.
         error: relative RMS error of the rounding.
-        scale_dtype: the dtype of the scales as they came.
+        scale_dtype: the original dtype of scales that came with their codes.
     """
 
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Content:
 
     @property
     def has_both_orders(self) -> bool:
-        """Whether the codes and scales are those of the transposed weight too, so that dgrad multiplies with them."""
+        """Whether the codes and scales also serve the transposed weight, so that dgrad can multiply with them."""
         return self.changed is not None or self.scaling.multiplies_transposed(self.rows)
 
     @property
@@ -89,7 +89,7 @@ class Content:
         return Operand(self.payload, self.scale_inv, self.scaling)
 
     def write(self, values: Tensor) -> None:
-        """Hold these values unrounded. A frozen weight that has them already keeps its codes."""
+        """Hold these values unrounded. A frozen weight that already has these values keeps its codes."""
         if self.is_frozen and self.changed is None:
             if torch.equal(self.dequantized(), values):
                 return
@@ -98,12 +98,12 @@ class Content:
         self.changed = values.detach()
 
     def amax_and_scale(self) -> tuple[Tensor, Tensor]:
-        """Of one matrix: the largest amax of all that have a scale, and its scale, both ``[] float32``."""
+        """The largest of the amaxes that belong to scales of one matrix, and its scale, both ``[] float32``."""
         if self.largest is not None:
             # the inverse of `scale_inv` may differ in the last bit
             amax = self.largest.amax()
             return amax, self.scaling.scale(amax)
-        # without its sign, a code is larger for a larger value; no values of the whole weight are made
+        # without their signs, codes are ordered like their values, so the whole weight need not be dequantized
         codes, scale_inv = self.payload & 0x7F, self.scaling.numbers(self.scale_inv)
         largest = largest_of_blocks(codes, scale_inv.shape or (1, 1), self.scaling.block)
         amaxes = (largest.view(self.scaling.fp8.dtype).float() * scale_inv).flatten()
@@ -127,8 +127,8 @@ def _of_content(field: str) -> property:
 class Fp8Parameter(Tensor):
     """A weight that looks like one in ``dtype`` and holds its FP8 cast, in a :class:`Content`.
 
-    FP8 layers use the payload. Other operators get the dequantized values. A write of the values that it has changes
-    nothing; other values are kept unrounded.
+    FP8 layers use the payload. Other operators get the dequantized values. Writing the values that it already has
+    changes nothing; other values are kept unrounded.
     """
 
     content: Content
@@ -148,7 +148,7 @@ class Fp8Parameter(Tensor):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether it is held as payload; not after a write of other values."""
+        """Whether it is still held as payload; False after other values were written."""
         return self.content.changed is None
 
     def dequantized(self) -> Tensor:
@@ -156,14 +156,14 @@ class Fp8Parameter(Tensor):
         return self.content.dequantized()
 
     def codes(self) -> tuple[Tensor, Tensor]:
-        """The codes of ``[N, K]``, by rows and by columns; of ``[E, N, K]`` those of all matrices."""
+        """The codes of ``[N, K]``, by rows and by columns; for ``[E, N, K]``, the codes of all matrices."""
         content, payload = self.content, self.content.payload.contiguous()
         turned = content.payload_t
         if turned is None:
             turned = payload.mT
             in_blocks = content.scaling.has_blocks
             is_needed = backward_may_follow() and needs_transposed_payload(payload.device, payload.shape, in_blocks)
-            # where codes are not those of the transpose, dgrad takes the values
+            # if the transpose has other codes, dgrad takes the values
             if is_needed and content.has_both_orders:
                 turned = by_columns(payload)
                 # FSDP frees a gathered payload, and would not free this
@@ -177,7 +177,7 @@ class Fp8Parameter(Tensor):
         return place.t() if self.content.k_by_n else place
 
     def applied(self, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """What ``nn.Module._apply`` makes of it: rounded again after a change of dtype; plain if it has no values."""
+        """The result of ``nn.Module._apply``: rounded again after a change of dtype; plain if it has no values."""
         result = function(self) if self.is_fp8 else function(self.dequantized())
         if isinstance(result, Fp8Parameter):
             return as_parameter(result.content)
@@ -185,7 +185,7 @@ class Fp8Parameter(Tensor):
             return nn.Parameter(result, requires_grad=False)
         content, is_castable = self.content, result.dtype in CASTABLE_DTYPES and not result.is_meta
         if content.largest is None and is_castable and torch.equal(result, self.dequantized().to(result)):
-            # only the dtype is another one: codes that came with their scales are never rounded
+            # only the dtype changes: codes that came with their scales are never rounded
             return as_parameter(replace(content.mapped(lambda tensor: tensor.to(result.device)), dtype=result.dtype))
         plain = nn.Parameter(result, requires_grad=False)
         again = frozen(plain, content.name, content.k_by_n, content.rounding or content.scaling)
@@ -332,7 +332,7 @@ def _without_memory(weight: Tensor) -> Tensor:
 
 
 def is_frozen(weight: object) -> TypeGuard[Fp8Parameter]:
-    """Whether a weight has no master and no gradient; a gathered one has both, in its shards."""
+    """Whether a weight has no master and no gradient. A gathered weight has both, in its shards."""
     return isinstance(weight, Fp8Parameter) and weight.content.is_frozen
 
 
@@ -359,12 +359,13 @@ def from_codes(
     Args:
         codes: ``[N, K]``, or ``[E, N, K]`` for the matrices of several experts, uint8 or the dtype of the format.
         scale_inv: what each code is multiplied by: ``[]`` for a whole matrix, ``[ceil(N/128), ceil(K/128)]`` for blocks
-            of 128 x 128, or ``[N, 1]`` for rows, of any floating-point dtype; in E8M0, ``uint8``, ``[N, ceil(K/32)]``,
-            kept as those of squares if they are, or ``[ceil(N/32), ceil(K/32)]``. With a leading E for experts.
-        dtype: of the values: fp32, bf16 or fp16. The product is computed in fp32.
+            of 128 x 128, or ``[N, 1]`` for rows, of any floating-point dtype. In E8M0, ``uint8``: ``[N, ceil(K/32)]``,
+            or ``[ceil(N/32), ceil(K/32)]`` for squares; the former is kept as the latter if its scales are those of
+            squares. With a leading E for experts.
+        dtype: the dtype of the values: fp32, bf16 or fp16. The product ``code * scale_inv`` is computed in fp32.
         name: the layer's name, for messages.
         k_by_n: whether the layer stores its weight as ``[K, N]``, or ``[E, K, N]``.
-        format: of the codes.
+        format: the format of the codes.
 
     Raises:
         TypeError: for codes or a ``dtype`` of another dtype.
@@ -402,7 +403,7 @@ def from_codes(
 
 
 def frozen(weight: Tensor, name: str, k_by_n: bool, scaling: Scaling) -> nn.Parameter | None:
-    """The FP8 parameter for a plain one; None if it is trained, has no values, or values that are not finite."""
+    """The FP8 parameter for a plain weight; None if the weight is trained, has no values, or is not finite."""
     is_plain = type(weight) is nn.Parameter and weight.dtype in CASTABLE_DTYPES and weight.dim() in (2, 3)
     if not is_plain or weight.requires_grad or weight.is_meta:
         return None
@@ -434,11 +435,11 @@ def dequantized(
     dtype: torch.dtype,
     scaling: Scaling = PerTensor(),  # noqa: B008, a value
 ) -> Tensor:
-    """The values of a payload. With an ``amax`` for each scale, their cast has the same payload and scale, if ``dtype``
-    represents it.
+    """The values of a payload. If an ``amax`` for each scale is given, a cast of the values has the same payload and
+    scale, provided that ``dtype`` represents the amax.
     """
     if payload.dim() == 3:
-        # one by one, for the memory of the fp32 values
+        # one by one, to save memory for the fp32 values
         out = torch.empty(payload.shape, dtype=dtype, device=payload.device)
         for at, matrix in enumerate(payload):
             out[at] = dequantized(matrix, scale_inv[at], None if amax is None else amax[at], dtype, scaling)

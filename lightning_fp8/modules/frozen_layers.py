@@ -1,4 +1,4 @@
-"""Layers whose weights exist as FP8 casts only: their use in a forward, and how frozen ones are saved."""
+"""Layers whose weights exist as FP8 casts only: how a forward uses them, and how frozen weights are saved."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def fp8_only_cast(gemm: Gemm, parameter: Fp8Parameter, weight: Fp8Parameter) -> tuple[Tensor, Cast]:
-    """``[N, K]`` for autograd, and its cast. After each change, updates the state as a cast does.
+    """``[N, K]`` for autograd, and its cast. After each change of the weight, updates the state as a cast does.
 
-    ``weight`` is the parameter, or its matrix that the GEMM multiplies with.
+    ``weight`` is the parameter, or the matrix in it that the GEMM multiplies with.
     """
     scale_inv = parameter.scale_inv
     if not torch.compiler.is_compiling() and gemm.weight_cast.frozen_seen is not scale_inv and is_frozen(parameter):
@@ -44,9 +44,9 @@ def _note(gemm: Gemm, parameter: Fp8Parameter) -> None:
 
 
 def with_master(gemm: Gemm, weight: Tensor) -> Tensor:
-    """A weight that was to be kept in FP8 only and is not, as a plain tensor. Warns once for each model.
+    """A weight that should be in FP8 only but no longer can be, as a plain tensor. Warns once for each model.
 
-    One that has been written is a plain parameter of its layer from then on.
+    If the weight has been written, it becomes a plain parameter of its layer.
     """
     if not (torch.compiler.is_compiling() or weight.requires_grad) and gemm.model.notices.is_first("master"):
         is_changed = isinstance(weight, Fp8Parameter)
@@ -75,7 +75,7 @@ def give_master(layer: Fp8Module, gemms: Sequence[Gemm], weight: Fp8Parameter) -
 
 
 def free_masters(layer: Fp8Module) -> None:
-    """Replace the master of each frozen weight that is to be kept in FP8 only by its FP8 cast."""
+    """Replace the masters of frozen weights by their FP8 casts, for weights to be kept in FP8 only."""
     for weight, gemms in gemms_by_weight(layer):
         if is_frozen(weight) and not weight.is_fp8:
             if weight.content.largest is None:
@@ -127,7 +127,7 @@ def frozen_parameters(layer: nn.Module) -> dict[str, Fp8Parameter]:
 def applied(
     layer: nn.Module, apply: Callable[..., nn.Module], fn: Callable[[Tensor], Tensor], recurse: bool
 ) -> nn.Module:
-    """``nn.Module._apply`` on all but the FP8 parameters, whose ``.data`` it would replace; these are applied after."""
+    """``nn.Module._apply`` without the FP8 parameters, because it would replace their ``.data``; these come after."""
     parameters = frozen_parameters(layer)
     layer._parameters.update(dict.fromkeys(parameters))
     try:
@@ -139,7 +139,7 @@ def applied(
 
 
 def replace_weight(layer: nn.Module, gemms: Sequence[Gemm], former: Tensor, new: nn.Parameter) -> None:
-    """Replace one of the layer's own parameters, which these GEMMs use, by one whose casts are the same."""
+    """Replace a parameter of the layer, used by these GEMMs, by a parameter with the same casts."""
     for name, parameter in layer._parameters.items():
         if parameter is former:
             layer._parameters[name] = new
@@ -148,7 +148,7 @@ def replace_weight(layer: nn.Module, gemms: Sequence[Gemm], former: Tensor, new:
 
 
 def what_was_rounded(weights: Iterable[Tensor | None]) -> str | None:
-    """How many of these weights are rounded to FP8 and by how much; None if none is."""
+    """How many of these weights are rounded to FP8, and by how much; None if no weight is."""
     errors = {
         weight.content.name: weight.content.error
         for weight in weights

@@ -39,11 +39,11 @@ from lightning_fp8.scalings.products import sides_of_weight
 
 
 class Fp8Weight(NamedTuple):
-    """A weight as a layer multiplies with it.
+    """A weight in the form that a layer multiplies with.
 
     Attributes:
         weight: ``[N, K]``, for autograd.
-        cast: in FP8; None if no product of the layer takes it.
+        cast: its FP8 cast; None if no product of the layer takes it.
         is_kept: whether later forwards reuse the cast.
     """
 
@@ -78,7 +78,7 @@ def take_rows(tensor: Tensor, rows: slice) -> Tensor:
 def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None = None) -> Fp8Weight:
     """A weight ``[N, K]``, or ``[K, N]`` if the layer stores it transposed, with its FP8 cast.
 
-    Where the weight is a matrix of a parameter ``[E, N, K]``, ``part`` is that matrix, for autograd.
+    If the weight is a matrix of a parameter ``[E, N, K]``, ``part`` is that matrix, for autograd.
 
     Raises:
         NotImplementedError: for a ``DTensor``.
@@ -124,7 +124,7 @@ def cast_weight(gemm: Gemm, parameter: Tensor, phase: Phase, part: Tensor | None
         if may_keep:
             weight_cast.put(parameter, made)
             if weight_cast.assumptions and not on_gpu(parameter) and made.rows is not None:
-                # many small GEMMs follow, as in generation, each of which would dequantize the whole weight
+                # many small GEMMs may follow, as in generation: each would dequantize the whole weight
                 keep_values(made.rows.codes, made.rows.scaling.format)
     return Fp8Weight(weight, made, may_keep)
 
@@ -166,7 +166,7 @@ def _must_count(gemm: Gemm, phase: Phase) -> bool:
 
 
 def _needs_cast(precision: LayerPrecision) -> bool:
-    """Whether a product takes the weight in FP8: in a forward without gradients that is fprop alone."""
+    """Whether a product takes the weight in FP8. In a forward without gradients, only fprop counts."""
     return precision.casts("weight") if backward_may_follow() else precision.fprop_in_fp8
 
 
@@ -194,7 +194,7 @@ def check_kind(gemm: Gemm, tensor: Tensor, what: str = "weight") -> None:
 
 
 def check_same_device(gemm: Gemm, parameter: Tensor) -> None:
-    """Raise a RuntimeError if the weight is not where its scales are, whose memory a kernel could not read."""
+    """Raise a RuntimeError if the weight and its scales are on different devices: a kernel could not read both."""
     device = gemm.model.state.device
     if parameter.device != device and not parameter.is_meta:
         raise RuntimeError(
@@ -208,15 +208,15 @@ def cast_input(
 ) -> Cast:
     """The cast of x ``[*, K]``: for fprop (``rows``), and for wgrad if backward needs that (``keep``).
 
-    Layers that share x use one cast wherever a change of x would be seen. An inference tensor does not count its
-    changes, nor does a trace or a transform of ``torch.func`` show them; with gradients, AOTAutograd merges casts that
-    have the same arguments.
+    Layers that share x use one cast if a change of x would be noticed. Changes are not noticed for inference tensors,
+    which do not count them, nor in a trace or a transform of ``torch.func``. With gradients, AOTAutograd merges casts
+    that have the same arguments.
     """
     shared, slot = gemm.shared_input, gemm.slots["input", phase]
     if shared is None or torch.compiler.is_compiling() or x.is_inference() or in_transform():
         return casts.cast(in_rows(x.detach()), slot, Want(rows, keep, False, dtype), watched)
     circumstances = phase, gemm.model.changes, dtype
-    # layers may differ in their products: what each takes, by its scaling and by whether it is by columns
+    # the products of layers may differ, so operands are kept by scaling and by layout
     made: dict[tuple[str, bool], Operand] = shared.take(gemm.module, x, circumstances) or {}
     sides = (slot.rows.name, False), (slot.columns.name, True)
     if (rows and sides[0] not in made) or (keep and sides[1] not in made):
@@ -228,9 +228,9 @@ def cast_input(
 
 
 def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, phase: Phase) -> Tensor:
-    """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in that of ``x``.
+    """``x @ weight^T + bias`` in FP8: x ``[*, K]`` -> ``[*, N]`` in autocast's dtype, else in the dtype of ``x``.
 
-    A layer that fell back computes in that dtype throughout, and so do those products that are not in FP8.
+    Products that are not in FP8 run in this output dtype; in a layer that fell back, all products do.
 
     Raises:
         ValueError: if the bias does not have one element for each of the N outputs.
@@ -253,7 +253,7 @@ def fp8_linear(gemm: Gemm, x: Tensor, weight: Fp8Weight, bias: Tensor | None, ph
 
 
 def let_go_of_input(gemm: Gemm) -> None:
-    """For a layer that casts no input of its own: release the shared cast if no later layer shares it."""
+    """For a layer that does not cast its input: release the shared cast if no later layer needs it."""
     if gemm.shared_input is not None:
         gemm.shared_input.pass_by(gemm.module)
 
@@ -262,8 +262,8 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
     """The bias in the dtype that a GEMM with this output dtype takes; cached (``keep``) if it has to be rounded.
 
     Raises:
-        ValueError: unless it has one element for each output: a kernel would read past its end.
-        TypeError: if it is of a class that is never converted.
+        ValueError: unless the bias has one element for each output: a kernel would read past its end.
+        TypeError: if the bias is of a class that is never converted.
     """
     if bias.shape != (outputs,):
         raise ValueError(
@@ -287,12 +287,13 @@ def rounded_bias(gemm: Gemm, bias: Tensor, dtype: torch.dtype, keep: bool, outpu
 def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None:
     """Check that an FP8 layer can take this input.
 
-    As in a plain layer, the shape of the current weight decides, not ``in_features``: the weight may have been replaced
-    by one of another shape.
+    As in a plain layer, the shape of the current weight decides, not ``in_features``: a weight of another shape may
+    have replaced the original one.
 
     Raises:
-        TypeError: if it is not fp32, bf16 or fp16, or is nested or sparse.
-        ValueError: if its last dimension is not that of the weight, or the weight is not ``[N, K]`` with ``K > 0``.
+        TypeError: if the input is not fp32, bf16 or fp16, or is nested or sparse.
+        ValueError: if the input's last dimension does not match the weight, or the weight is not ``[N, K]`` with
+            ``K > 0``.
     """
     if x.dtype not in CASTABLE_DTYPES:
         raise TypeError(
@@ -320,12 +321,12 @@ def check_input(module: Fp8Module, what: str, x: Tensor, weight: Tensor) -> None
 
 
 def _called(module: Fp8Module) -> str:
-    # read in errors only: a compiled graph that depends on the name of its layer would serve no other layer
+    # for errors only: a compiled graph that depends on a layer's name could not be reused for other layers
     return f"{type(module).__name__} {next(iter(module.fp8.values())).name!r}"
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where autocast is on, else that of ``x``."""
+    """Autocast's dtype if autocast is on, else the dtype of ``x``."""
     device = "cuda" if x.is_cuda else "cpu"
     # autocast does not support the meta device, which serves for shapes and FLOPs
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and not x.is_meta else x.dtype

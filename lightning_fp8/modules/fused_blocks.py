@@ -30,10 +30,10 @@ _ACTIVATION_MODULES = ("torch.nn.modules.activation", "transformers.activations"
 
 
 class Fp8FeedForward(Swapped):
-    """A module whose feed-forward block runs fused where that is possible, else part by part.
+    """A module whose feed-forward block runs fused if possible, else part by part.
 
-    Never constructed: conversion changes the class of a module of a known form whose linear layers it has converted, to
-    a subclass of both this and the module's own class.
+    Never constructed: if conversion has converted the linear layers of a module of a known form, it changes the
+    module's class to a subclass of both this class and the module's own.
 
     Attributes:
         form: how the class computes the block.
@@ -47,14 +47,14 @@ class Fp8FeedForward(Swapped):
 
 
 def _new(plain_class: type[nn.Module], form: Form) -> nn.Module:
-    """An object to unpickle into; of the plain class if its code no longer has this form."""
+    """An object to unpickle into. It gets the plain class if the code of that class no longer has this form."""
     is_same = form_of_class(plain_class, dict(zip(form.around, form.classes))) == form
     kind = _fused_class(plain_class, form) if is_same else plain_class
     return kind.__new__(kind)
 
 
 def fuse_feed_forward(modules: Iterable[nn.Module]) -> None:
-    """Give each module of a known form the fused class if the linear layers of a block are converted, else its own."""
+    """Give modules of a known form the fused class if a block's linear layers are converted, else their own class."""
     for module in modules:
         kind = plain_class(module)
         form = known_form(module, kind)
@@ -79,7 +79,7 @@ def notes(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _note(module: nn.Module, base: type[nn.Module], form: Form, block: FeedForward) -> str:
-    """Whether a block of a module runs fused; the module's class, or a base class of it, ``base``, has this form."""
+    """Whether a block of a module runs fused. ``base``, the module's class or a base of it, has this form."""
     kind, reason = plain_class(module), reason_against_fusing(block)
     if base is not kind:
         reason = f"{kind.__name__} overrides `{form.method}` of {base.__name__}"
@@ -142,7 +142,7 @@ def _blocks(module: nn.Module, form: Form) -> list[FeedForward]:
 
 
 def _can_be_fused(block: FeedForward) -> bool:
-    """Whether the block meets the conditions that conversion decides; the others may change from call to call."""
+    """Whether the block meets the conditions that are fixed at conversion; others may change from call to call."""
     layers = [*block.first, block.second]
     return activation_name(block.activation) is not None and all(
         own_class(layer) in LinearForward.family and not is_computed(layer) for layer in layers
@@ -166,7 +166,7 @@ def _run_two_modules(self: Fp8FeedForward, x: Tensor) -> Tensor:
 
 
 def _method(run: Callable[[Any, Tensor], Tensor], plain: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The method of a fused class; calls with other arguments than one tensor run the plain one."""
+    """The method of a fused class. Calls with anything but a single tensor run the plain method."""
 
     def method(self: Fp8FeedForward, *args: Tensor, **named: Tensor) -> Tensor:
         if named or len(args) != 1:
@@ -182,7 +182,7 @@ _classes: dict[tuple[type[nn.Module], Form], type[Fp8FeedForward]] = {}
 
 
 def _fused_class(kind: type[nn.Module], form: Form) -> type[Fp8FeedForward]:
-    """The one fused class for all modules of a class."""
+    """The fused class, shared by all modules of a class."""
     if (kind, form) not in _classes:
         run = _run_two_modules if form.kind == "two modules" else _run_steps
         attributes = {"plain_class": kind, "form": form, form.method: _method(run, getattr(kind, form.method))}

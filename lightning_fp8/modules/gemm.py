@@ -41,11 +41,11 @@ class Gemm:
         state: the scaling state shared by all converted modules of the model.
         module: position of the layer among these modules.
         precision: which of the products run in FP8.
-        slots: the places of its tensors in the state, by role and by what a forward is part of. Made again when
-            anything in them changes; one tuple serves all forwards.
+        slots: the places of its tensors in the state, by role and phase. Made again when anything in them changes; one
+            tuple serves all forwards.
         weight_scaling: how the weight is scaled in FP8.
-        stack_slots: the same for the tensors of all matrices of a stack, where this is the first one.
-        weight_cast: the FP8 cast of the weight, as it is kept between forwards.
+        stack_slots: the slots for the tensors of all matrices of a stack, if this GEMM is the first of the stack.
+        weight_cast: the FP8 cast of the weight that is kept between forwards.
         converted_from: dtype and class of the weight at the conversion, for messages.
         bias_cast: the bias in the 16-bit dtype that torch's GEMM takes.
         shared_input: the input, if other layers take the same tensor; it is recorded in the row of the first of
@@ -78,7 +78,7 @@ class Gemm:
         weight = layer.gemm_weights(layer)[name]
         parameter = next((key for key, candidate in layer._parameters.items() if candidate is weight), None)
         self._owner = _Owner(weakref.ref(layer), name, parameter)
-        # that of a copied layer came with the copy
+        # a copied layer already has it
         self.converted_from = self.converted_from or kind_of(weight)
         self.weight_cast.part = int(name.rpartition(".")[2]) if layer.weights_are_stacked else None
         self.weight_cast.k_by_n = layer.weight_is_k_by_n
@@ -87,9 +87,9 @@ class Gemm:
         self.place()
 
     def move(self, state: ScalingState, module: int, shared: SharedInput | None) -> None:
-        """Take another place in a state that has taken over what the former one had of the layer.
+        """Move to another place in a state, which already has the layer's scales and histories.
 
-        What is kept of the weight stays.
+        The kept casts of the weight stay.
         """
         if state is not self.state:
             self.model.leave(self)
@@ -115,7 +115,7 @@ class Gemm:
 
     @property
     def weight_name(self) -> str:
-        """The same for the parameter: GEMMs of experts share one, and their names differ in the last part."""
+        """The parameter's name in the state. GEMMs of experts share a parameter; their names differ at the end."""
         return self.name if self.weight_cast.part is None else self.name.rpartition(".")[0]
 
     @property
@@ -158,7 +158,7 @@ class Gemm:
             self.weight_cast.drop()
 
     def sources(self) -> list[Tensor]:
-        """The parameters that the weight is, or is computed from; a sharded one itself, even while it is gathered."""
+        """The weight's parameter, or the parameters it is computed from; the sharded parameter even while gathered."""
         owner = self._owner
         layer = None if owner is None else owner.layer()
         if layer is None or owner is None:
@@ -178,7 +178,7 @@ class Gemm:
             self.weight_cast.compiled_cast_is_current = False
 
     def drop_casts(self) -> None:
-        """Keep no cast that was made before."""
+        """Drop all casts made so far."""
         self.weight_cast.compiled_cast_is_current = False
         self.weight_cast.drop()
         self.bias_cast.drop()
@@ -186,7 +186,7 @@ class Gemm:
     # The slots
 
     def place(self) -> None:
-        """Make the slots again, as the state, its precisions or what the layer shares have changed."""
+        """Make the slots again, after a change of the state, its precisions or the shared input."""
         state, generation = self.state, self.model.generation
         plan = plan_of(state.recipe, self.precision.in_bf16, self.precision.is_current)
         self.weight_scaling = plan_of(state.recipe).weight[0]
@@ -217,7 +217,7 @@ class Gemm:
                 self.slots[role, phase] = slot._replace(group=over.get(role, ""))
 
     def to(self, device: torch.device) -> None:
-        """Move the state, which only the first layer of a model has to do."""
+        """Move the state to a device; a no-op for all but the first layer of a model."""
         if self.state.device != device:
             check_device(device)
             self.state.to(device)
@@ -232,13 +232,13 @@ class Gemm:
 
     @property
     def input_owner(self) -> Gemm | None:
-        """The first layer that takes in the same tensor; None if that is this one."""
+        """The first layer that takes the same input tensor; None if it is this layer."""
         modules = () if self.shared_input is None else self.shared_input.modules
         owner = next((gemm for gemm in map(self.model.gemms.get, modules) if gemm is not None), self)
         return None if owner is self else owner
 
     def sharers_need_columns(self) -> bool:
-        """Whether a layer that takes in the same tensor after this one has a weight to train."""
+        """Whether a later layer with the same input tensor has a weight to train."""
         modules = () if self.shared_input is None else self.shared_input.modules
         behind = map(self.model.gemms.get, modules[modules.index(self.module) + 1 :])
         return any(

@@ -1,11 +1,11 @@
 """The known feed-forward blocks, by the source of the method that computes them.
 
-The source alone is the key, not the name of the class: more than a hundred classes of transformers have the MLP of
-Llama word for word, as do copies of it. This is safe, because none of these methods reads a name from outside: what it
-computes follows from its argument and from the modules that it calls. Of these, the linear layers, the activation and
-the dropouts between them are checked wherever a block runs fused; all others are called as they are.
+The source is the key, not the name of the class: more than a hundred classes of transformers, and copies of them, have
+the MLP of Llama word for word. This is safe, because none of these methods reads outside names: its result depends only
+on its argument and on the modules that it calls. Before a block runs fused, its linear layers, the activation and the
+dropouts between them are checked; all other modules are called unchanged.
 
-A method that has changed, or that a subclass overrides, has another source: the block runs as its class writes it.
+A method that has changed, or that a subclass overrides, has another source. Such a block runs its class's own code.
 
 The table has torch's layers, the blocks that the models of transformers 5.0 to 5.24 repeat in their layers, and the
 projectors that several of them share; not heads, which run once.
@@ -32,11 +32,11 @@ class Form(NamedTuple):
         kind: ``"sequential"``; ``"chain"``, modules one after the other; ``"gated"``; ``"packed"``, which is gated with
             one layer for gate and up; or ``"two modules"``.
         method: the method that computes the block.
-        paths: the parts that the method calls: of a chain in the order of the calls; of any other block the last layer,
-            the activation, and the first layer, or gate and up.
-        around: for two modules, their names, in the order of the calls.
+        paths: the parts that the method calls. For a chain, in call order; for any other block, the last layer, the
+            activation, and the first layer, or gate and up.
+        around: for two modules, their names, in call order.
         classes: for two modules, their classes.
-        behind: for two modules, the dropout of the block's output, and the norm of its sum with the block's input.
+        behind: for two modules, the dropout after the block, and the norm after the residual sum.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Form(NamedTuple):
     behind: tuple[str, ...] = ()
 
 
-# what `forward` calls, one after the other; behind it, a class that has it, of transformers unless it says otherwise
+# the modules that `forward` calls, in order; the comment names a class with this forward, of transformers by default
 _CHAINS = {
     "053b3b9c3008c54a": "fc1 activation_fn fc2",  # CLIPMLP
     # HubertFeedForward

@@ -1,4 +1,4 @@
-"""Digests of the source of methods: a table of them tells whether the method of a class is the one that it knows."""
+"""Digests of the source of methods: a table of digests tells whether a class's method is a known one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def source_digest(function: object) -> str:
     return _digest(function.__code__)
 
 
-# by code: that of a function changes when a notebook reloads its module
+# by code object: a function gets a new one when a notebook reloads its module
 @functools.cache
 def _digest(code: CodeType) -> str:
     try:
-        # the source of this code; that of a function may be of what it wraps
+        # the source of this code object; for a decorated function, `getsource` would return the wrapped function's
         return digest_of(inspect.getsource(code))
     except (OSError, SyntaxError, ValueError):
         return ""

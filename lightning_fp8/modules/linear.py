@@ -17,18 +17,18 @@ from lightning_fp8.ops.formats import CASTABLE_DTYPES
 
 
 class LinearForward(Fp8Module):
-    """The forward of all converted linear layers ``[N, K]``: of :class:`Fp8Linear`, and of classes made of others."""
+    """The forward of all converted linear layers ``[N, K]``: :class:`Fp8Linear`, and classes made from others."""
 
     weight: Tensor
     bias: Any
     family: ClassVar[set[type[Fp8Module]]] = set()
-    # what the plain class calls its argument
+    # the plain class's name for its argument
     argument_name: ClassVar[str] = "input"
 
     def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
         """input ``[*, in_features]`` -> y ``[*, out_features]``; see :class:`Fp8Linear`."""
         if not isinstance(self, Fp8Module):
-            # plain again, with a forward of the user's around this one
+            # the layer is plain again, but a user's forward still calls this one
             return type(self).forward(self, *(() if input is None else (input,)), **named)
         x = named.pop(self.argument_name, None) if input is None else input
         if x is None or named:
@@ -47,12 +47,12 @@ class Fp8Linear(LinearForward, nn.Linear):
     """``y = x @ weight^T + bias`` with FP8 operands and fp32 accumulation.
 
     Never constructed: :func:`lightning_fp8.convert` turns an ``nn.Linear`` into it by class, on the same object, so
-    parameters, hooks, ties and ``state_dict`` keys stay what they are. Other linear layers get a class of the same
-    forward and their own class.
+    parameters, hooks, ties and ``state_dict`` keys stay the same. Other linear layers get a class that combines this
+    forward with their own class.
 
     Shape:
         x ``[*, in_features]`` fp32, bf16 or fp16, any strides, any number of leading dimensions, including empty ones;
-        y ``[*, out_features]``, in autocast's dtype where autocast is on, else in the dtype of ``x``.
+        y ``[*, out_features]``, in autocast's dtype if autocast is on, else in the dtype of ``x``.
 
     A forward records amaxes exactly when the module is in training mode and gradients are enabled; its backward records
     exactly when its forward did. Backward keeps the FP8 input, one byte per element. Gradients come in the dtypes of
@@ -60,7 +60,7 @@ class Fp8Linear(LinearForward, nn.Linear):
 
     Raises:
         TypeError: for an input that is not fp32, bf16 or fp16, or is nested.
-        ValueError: for an input whose last dimension is not that of the weight, or a bias of another length.
+        ValueError: if the last dimension of the input does not match the weight, or the bias has another length.
     """
 
 

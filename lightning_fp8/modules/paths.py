@@ -41,7 +41,7 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def without_wrappers(module: nn.Module) -> nn.Module:
-    """The model itself, inside of the wrappers that add nothing to its path, such as that of ``torch.compile``."""
+    """The model inside wrappers that add nothing to its path, such as the wrapper of ``torch.compile``."""
     return [layer for path, layer in named_modules(module) if not path][-1]
 
 
@@ -71,7 +71,7 @@ def as_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:
     """The patterns as a tuple.
 
     Raises:
-        TypeError: for a single string, whose characters would each be a pattern, and for anything but strings.
+        TypeError: for a single string, as each of its characters would be a pattern, and for anything but strings.
     """
     if isinstance(patterns, str):
         raise TypeError(f"`{argument}` must be a sequence of patterns, got the string {patterns!r}.")
@@ -92,7 +92,7 @@ def check_patterns(module: nn.Module, patterns: Sequence[str], argument: str) ->
 
 
 def check_patterns_among(modules: Sequence[tuple[str, nn.Module]], patterns: Sequence[str], argument: str) -> None:
-    """Like :func:`check_patterns`, for a scanned model: its modules with their paths, the model itself first."""
+    """Like :func:`check_patterns`, for modules already listed with their paths; the model itself comes first."""
     for pattern in as_patterns(patterns, argument):
         if not any(matches(path, (pattern,)) for path, _ in modules):
             hint = _meant(pattern, [path for path, _ in modules])
@@ -104,7 +104,7 @@ def check_patterns_among(modules: Sequence[tuple[str, nn.Module]], patterns: Seq
 
 
 def _meant(pattern: str, paths: Sequence[str]) -> str:
-    """A sentence with the path, or end of one, that a pattern was probably meant to match; empty if there is none."""
+    """``" Did you mean ...?"`` for the closest path, or end of a path, to the pattern; empty if none is close."""
     end = pattern.removeprefix("*.")
     if path := closest(end, paths):
         return f" Did you mean {path!r}?"
@@ -117,7 +117,7 @@ def matching_tensors(names: Sequence[str], patterns: Sequence[str], asker: str) 
     """Positions of the tensor names that any ``fnmatch`` pattern matches.
 
     Raises:
-        ValueError: if a pattern matches none; the message names who asked, the pattern and what there is.
+        ValueError: if a pattern matches no name; the message has ``asker``, the pattern and the first names.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

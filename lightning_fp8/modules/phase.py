@@ -1,4 +1,4 @@
-"""What a forward of a converted layer is part of, which decides how its tensors are cast."""
+"""The phase of a forward: training, replay or evaluation. It decides how tensors are cast."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from lightning_fp8.ops.formats import Role
 from lightning_fp8.scalings.operand import Casting
 
 
-# a `str`, whose hash does not run in Python: slots are found by it
+# a `str`, because its hash does not run in Python code; slots are looked up by phase
 class Phase(str, Enum):
-    """What a forward, and its backward, are part of.
+    """What a forward and its backward belong to.
 
     Attributes:
-        TRAINING: training with gradients. It casts by histories, and records amaxes.
+        TRAINING: training with gradients. Tensors are cast by histories, and amaxes recorded.
         REPLAY: training without gradients, as in the first pass of reentrant checkpointing and in Monte Carlo dropout.
-            It casts by the same histories, so that recomputation is exact, and records nothing.
-        EVALUATION: it casts each tensor by its own values, and records nothing.
+            Tensors are cast by the same histories, so that recomputation is exact, and nothing is recorded.
+        EVALUATION: each tensor is cast by its own values, and nothing is recorded.
     """
 
     TRAINING = "training"
@@ -27,8 +27,8 @@ class Phase(str, Enum):
 def casting_of(phase: Phase, role: Role) -> Casting:
     """Which scale a tensor is cast with.
 
-    A gradient that is not recorded belongs to another loss than those of training, as in saliency, attacks and
-    guidance, and a history of theirs would clip it.
+    A gradient that is not recorded belongs to a loss other than the training loss, as in saliency, attacks and
+    guidance. The history of training gradients could clip it.
     """
     if role == "weight":
         return Casting.OWN

@@ -19,11 +19,11 @@ class _Made(NamedTuple):
 
 
 class SharedInput:
-    """One tensor that several layers of a model take in, one after the other.
+    """One input tensor that several layers of a model share. The layers run one after the other.
 
-    They record it in the row of the first one. What is made of it is held here from the layer that makes it to the last
-    one. A layer takes it only for the very same tensor, unchanged, in the same thread and under the same circumstances;
-    another tensor, which a hook or a caller gives one of the layers instead, is cast for that layer.
+    They record it in the row of the first layer. Its cast is held here from the layer that makes it to the last layer.
+    A layer takes this cast only for the very same tensor, unchanged, in the same thread and under the same
+    circumstances. If a hook or a caller gives a layer another tensor, that tensor is cast for this layer.
 
     Attributes:
         modules: positions of the layers in the scaling state, in the order of their calls.
@@ -37,7 +37,7 @@ class SharedInput:
         return {"modules": self.modules, "_made": None}
 
     def take(self, module: int, x: Tensor, circumstances: tuple[Hashable, ...]) -> Any:
-        """What an earlier layer has made of ``x``; None if it is not valid for this one, given by its position. The
+        """What an earlier layer has made of ``x``; None if it is not valid for the layer at position ``module``. The
         last layer frees it."""
         if module == self.modules[0]:
             return None
@@ -49,9 +49,9 @@ class SharedInput:
         return entry.value if entry is not None and is_valid else None
 
     def put(self, module: int, x: Tensor, circumstances: tuple[Hashable, ...], value: Any) -> None:
-        """Keep what a layer, given by its position, has made of ``x``, for the later layers and while ``x`` exists.
+        """Keep what the layer at position ``module`` has made of ``x``, for later layers and while ``x`` exists.
 
-        If a later layer was given another tensor, what the other layers use stays.
+        If a later layer gets another tensor, the value for the other layers stays.
         """
         if module == self.modules[-1]:
             return
@@ -60,7 +60,7 @@ class SharedInput:
             self._made = _Made(weakref.ref(x, self._drop_with), _now(x, circumstances), value)
 
     def pass_by(self, module: int) -> None:
-        """A layer takes nothing; if it is the last one, nothing is kept."""
+        """A layer does not need the value; if it is the last layer, free the value."""
         if module == self.modules[-1]:
             self._made = None
 

@@ -1,4 +1,4 @@
-"""Which classes of tensors FP8 products can take the place of."""
+"""Which classes of tensors FP8 products may replace."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KNOWN = (Fp8Parameter, UninitializedParameter, *_OF_DISTRIBUTED, *_OF_TRACERS)
 # dynamo calls this instead of tracing it; its guards include the classes of tensors
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_own_operators(kind: type[Tensor]) -> bool:
-    """Whether a class of tensors changes what operators do, as those of other libraries' quantized weights do.
+    """Whether a class of tensors changes what operators do, like the quantized weights of other libraries.
 
-    An FP8 product would take its values and leave out what the class does. A class that only marks its tensors changes
+    An FP8 product would use the values but skip what the class does. A class that only marks its tensors changes
     nothing.
     """
     own = [base for base in kind.__mro__ if base not in nn.Parameter.__mro__]

@@ -11,13 +11,13 @@ from lightning_fp8.modules.phase import Phase
 
 
 def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None, phase: Phase) -> Tensor:
-    """``x @ weight^T + bias`` of distributed tensors: x ``[*, K]`` -> ``[*, N]``, distributed as their parts give it.
+    """``x @ weight^T + bias`` of distributed tensors: x ``[*, K]`` -> ``[*, N]``, distributed as follows.
 
     - ``ColwiseParallel``: weight split by rows, x whole on each process; y is split along its last dimension.
     - ``RowwiseParallel``: weight split by columns, x along its last dimension; y is a partial sum.
 
     Inputs and gradients have the scale of the whole tensor: the update of histories takes the maximum over all
-    processes, and a cast by own values over the group. Each process scales its part of the weight with the amax of
+    processes; a cast by own values takes it over the group. Each process scales its part of the weight by the amax of
     that part.
 
     Raises:
@@ -41,7 +41,7 @@ def parallel_linear(gemm: Gemm, x: Tensor, weight: DTensor, bias: Tensor | None,
         part = _local_linear(gemm, x.to_local(), weight, None, phase)
         whole_bias = _local(bias, Partial())
         if whole_bias is not None:
-            # added to one of the partial sums; the other ranks get a gradient of zero, a partial sum as well
+            # one rank adds the bias to its partial sum; the gradients of the other ranks are zero, also partial sums
             part = part + whole_bias * float(mesh.get_local_rank() == 0)
         return DTensor.from_local(part, mesh, [Partial()], run_check=False)
     raise NotImplementedError(

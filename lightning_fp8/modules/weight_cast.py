@@ -1,6 +1,6 @@
-"""Casts that outlive a forward: made when the tensor has changed, and only then; never stale.
+"""Casts that outlive a forward. They are made again only when the tensor has changed, and are never stale.
 
-What a tensor is at a moment is its stamp. A copy is stale once the stamp of its source has changed.
+The stamp of a tensor identifies its current state. A cast is stale once the stamp of its source has changed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 
 def stamp(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Equal for as long as a tensor is the same one with the same values: its identity, version, address and layout.
+    """Identity, version, address and layout of a tensor: equal while it is the same tensor with the same values.
 
-    A change in place, a new ``.data`` and another tensor all change it. A change in place through ``.data`` does not,
-    nor does one of an inference tensor, which has no version. The stamp of a sharded parameter has both versions, its
-    own and that of the part that this process holds.
+    A change in place, a new ``.data`` and another tensor all change the stamp. A change in place through ``.data`` does
+    not, nor does any change of an inference tensor, which has no version. The stamp of a sharded parameter has two
+    versions: its own, and that of the part that this process holds.
     """
     if isinstance(tensor, DTensor):
         return id(tensor), tensor._version, *stamp(tensor._local_tensor)
     if isinstance(tensor, Fp8Parameter):
         return id(tensor), id(tensor.content.scale_inv), id(tensor.content.changed)
     version = None if tensor.is_inference() else tensor._version
-    # FSDP1 moves its parameters between a part of their own and one of the gathered whole
+    # FSDP1 moves parameters between their own shard and views of the gathered whole
     address = 0 if getattr(tensor, "_fsdp_flattened", False) else tensor.data_ptr()
     return id(tensor), version, address, tensor.dtype, tensor.shape, tensor.stride()
 
@@ -45,11 +45,11 @@ def is_sharded(tensor: Tensor | None) -> bool:
 
 
 class Stamped:
-    """A stamp that is kept, with all whose ``id`` or address is in it, so that nothing else can get the same.
+    """A kept stamp, with references to all objects whose ``id`` or address it has, so that no other can get the same.
 
     Attributes:
         key: the stamp.
-        plain: a plain parameter, and what its stamp is made of; None for anything else.
+        plain: a plain parameter, and the parts of its stamp; None for any other tensor.
     """
 
     __slots__ = ("_held", "key", "plain")
@@ -65,7 +65,7 @@ class Stamped:
         """Whether this is the stamp of ``tensor`` as it is now."""
         if self.plain is None or self.plain[0] is not tensor or tensor.is_inference():
             return self.key == stamp(tensor)
-        # the usual case takes a short path, as each forward asks this of weight and bias
+        # a short path for the usual case, because each forward checks weight and bias
         _, version, address, dtype, shape, strides = self.plain
         return (
             tensor._version == version
@@ -77,7 +77,7 @@ class Stamped:
 
 
 def _held(tensor: Tensor) -> object:
-    # not weak references, with which `torch.utils.swap_tensors` would refuse to swap a weight
+    # not weak references: `torch.utils.swap_tensors` refuses to swap a weight that has any
     if isinstance(tensor, Fp8Parameter):
         return tensor, tensor.content.scale_inv, tensor.content.changed
     if getattr(tensor, "_fsdp_flattened", False):
@@ -89,8 +89,8 @@ def _held(tensor: Tensor) -> object:
 class KeptCast(Generic[T]):
     """Keeps the cast of one tensor for as long as the tensor is certain to be the same.
 
-    A cast is stale after a change that leaves a trace, see :func:`stamp`, and, unless the
-    tensor is frozen, after an optimizer step. Copies and pickles of a model start without casts.
+    A cast is stale after a change that leaves a trace (see :func:`stamp`) and, unless the tensor is frozen, after an
+    optimizer step. Copies and pickles of a model start without casts.
 
     Attributes:
         assumptions: how many open contexts declare that the tensor changes only with a trace.
@@ -124,7 +124,7 @@ class KeptCast(Generic[T]):
 
     def put(self, tensor: Tensor, cast: T, used: bool = True) -> None:
         """Keep ``cast``, just made from ``tensor``, for a forward that uses it now or, if not ``used``, later."""
-        # Only a parameter is known to be the same tensor at the next call; a parametrized weight is made each time.
+        # Only a parameter is sure to be the same tensor at the next call; a parametrized weight is made each time.
         if isinstance(tensor, nn.Parameter) and not tensor.is_inference():
             self._made_of, self._steps, self._cast = Stamped(tensor), optimizer_steps.count, cast
             self._last_used = id(tensor) if used else 0
@@ -134,21 +134,21 @@ class KeptCast(Generic[T]):
 
 
 class WeightCast(KeptCast[Cast]):
-    """The FP8 cast of a weight, and in which form the weight exists.
+    """The FP8 cast of a weight, and the form of the weight.
 
     Attributes:
-        is_kept: whether the cast outlives a forward; not that of a sharded weight, as it would hold the whole weight.
-        part: which matrix of a parameter ``[E, N, K]`` is the weight; None if it is all of it.
+        is_kept: whether the cast outlives a forward. False for a sharded weight: the cast would hold the whole weight.
+        part: which matrix of a parameter ``[E, N, K]`` is the weight; None if the weight is the whole parameter.
         k_by_n: whether the layer stores the weight as ``[K, N]``.
-        sharded: the parameters that the weight is or is computed from, if this process holds parts of them; else empty.
-        fp8_only: whether the weight is to be kept as its FP8 cast only, for as long as it is frozen.
+        sharded: the weight's parameter, or those it is computed from, if this process holds parts of them; else empty.
+        fp8_only: whether the weight is kept as its FP8 cast only, as long as it is frozen.
         frozen_seen: the scale of such a weight when a forward last used it.
-        compiled_cast: the cast as compiled code reads it, in tensors that stay the same; None if there is none.
-        compiled_from: the weight that it was made from.
-        compiled_cast_is_current: whether it is from the current weight; see
+        compiled_cast: the cast that compiled code reads, in tensors that stay the same objects; None if there is none.
+        compiled_from: the weight that ``compiled_cast`` was made from.
+        compiled_cast_is_current: whether ``compiled_cast`` is from the current weight; see
             :mod:`lightning_fp8.modules.compiled_casts`.
         may_have_compiled_cast: False after a change that came too late for compiled code.
-        compiled_cast_users: how many open contexts keep it current.
+        compiled_cast_users: how many open contexts keep ``compiled_cast`` current.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class WeightCast(KeptCast[Cast]):
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """For casts that outlive an inference mode."""
+    """Make normal tensors inside inference mode, for casts that outlive it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -188,7 +188,7 @@ def normal_tensors() -> Iterator[None]:
 def assume_unchanged(casts: Iterable[KeptCast[Any]]) -> Iterator[None]:
     """Declare that these tensors change only in ways that leave a trace, in all threads, until all such contexts end.
 
-    It does not drop the casts made before it or in it: the caller knows for how long they are valid.
+    It does not drop casts made before it or inside it: the caller knows how long they are valid.
     """
     casts = list(casts)
     with _LOCK:

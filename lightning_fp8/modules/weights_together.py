@@ -1,4 +1,4 @@
-"""The weights of a model, cast together, once per optimizer step; in one launch where the device has a kernel."""
+"""Casts the weights of a model together, once per optimizer step; in one launch if the device has a kernel."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_fp8.scalings.operand import Cast, Want
 def cast_stale(first: Gemm, weight: Tensor) -> Cast | None:
     """Cast ``weight``, the weight of ``first``, together with every other stale weight whose last cast was used.
 
-    Returns the operand of ``first``, or None if nothing was cast, because ``weight`` is not a plain parameter with its
-    own storage: the values of a shard or of a view of a flat buffer may not have been gathered yet, or may have been
-    replaced by another layer's.
+    Returns the cast for ``first``. Returns None, and casts nothing, if ``weight`` is not a plain parameter with its own
+    storage: the values of a shard, or of a view of a flat buffer, may not be gathered yet, or may belong to another
+    layer by now.
     """
     device = first.state.device
     if not is_plain(weight, device):
@@ -46,8 +46,8 @@ def cast_stale(first: Gemm, weight: Tensor) -> Cast | None:
 def cast_together(
     weights: Sequence[tuple[Gemm, Tensor]], out: Sequence[Cast | None], phase: Phase, keep: bool = True
 ) -> list[Cast]:
-    """The casts of weights of one model for both of their products, as :func:`lightning_fp8.core.casts.cast_weights`
-    makes them; without ``keep`` for fprop alone. Whatever products a layer has in bf16, its weight's cast has both."""
+    """The casts of weights of one model by :func:`lightning_fp8.core.casts.cast_weights`: for fprop and dgrad, or
+    without ``keep`` for fprop only. Casts have both layouts even if a layer has products in bf16."""
     tensors = [gemm.n_by_k(gemm.matrix(weight.detach())) for gemm, weight in weights]
     return cast_weights(tensors, [gemm.weight_slot(phase) for gemm, _ in weights], out, Want(True, keep))
 

@@ -1,4 +1,4 @@
-"""The declaration that weights do not change, which lets each be cast once."""
+"""Lets users declare that weights do not change, so that each weight is cast only once."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_fp8.modules.weight_cast import KeptCast, assume_unchanged
 def weights_unchanged(model: nn.Module) -> Iterator[None]:
     """Declare that the weights of a model do not change in this context: each is cast to FP8 once, at its first use.
 
-    For generation and evaluation outside of a Trainer, where otherwise each forward casts all weights, as they may have
-    been swapped without a trace. In training, it also saves comparing each weight with the one that was cast. At the
-    end the casts are dropped.
+    Use it for generation and evaluation outside of a Trainer. Without it, each forward casts all weights, because they
+    may have been swapped without a trace. In training, it also saves comparing each weight with the weight of the last
+    cast. At the end the casts are dropped.
 
-    A weight that has changed all the same is cast again if the change leaves a trace: an operation in place, an
-    optimizer step, ``load_state_dict``, another parameter or another ``.data``. In this context, only a change in place
-    through ``.data`` remains unnoticed.
+    If a weight changes anyway, it is cast again if the change leaves a trace: an operation in place, an optimizer step,
+    ``load_state_dict``, another parameter or another ``.data``. In this context, only a change in place through
+    ``.data`` remains unnoticed.
 
     Contexts may overlap, in any number of threads, and apply to all of them until the last one ends.
 
-    Compiled modules of the model, or the model itself if it is what ``torch.compile`` returned, read casts that are
-    made at the beginning. They see a change only if an optimizer or ``load_state_dict`` makes it; any other change
-    that leaves a trace gives a warning at the end. For sharded weights, and in compiled functions, nothing is kept.
-    What transformers' ``generate`` compiles itself counts as a compiled module from the next context on.
+    Compiled modules read casts that are made at the beginning; so does the model if ``torch.compile`` returned it. They
+    see a change only if an optimizer or ``load_state_dict`` makes it; any other change that leaves a trace gives a
+    warning at the end. For sharded weights, and in compiled functions, nothing is kept. Code that transformers'
+    ``generate`` compiles counts as a compiled module from the next context on.
 
     Args:
-        model: converted model, or any of its parts. One without converted layers stays as it is.
+        model: converted model, or any of its parts. Without converted layers, this does nothing.
     """
     casts, compiled = casts_of(all_gemms(model)), compiled_gemms(model)
     drop_unless_assumed(casts)

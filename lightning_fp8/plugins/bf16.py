@@ -37,7 +37,7 @@ class Bf16MixedPrecision(PrecisionCore, MixedPrecision):  # type: ignore[misc]
 
     Raises:
         ValueError: for an unsupported value; at set-up for a pattern that matches no module.
-        TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
+        TypeError: for a string in place of a sequence of patterns, or an argument of another plugin.
     """
 
     precision = "bf16-mixed"
@@ -95,7 +95,7 @@ class Bf16TruePrecision(PrecisionCore, HalfPrecision):  # type: ignore[misc]
 
     Raises:
         ValueError: for an unsupported value; at set-up for a pattern that matches no module.
-        TypeError: for a string in place of a sequence of patterns, an argument that belongs to another plugin.
+        TypeError: for a string in place of a sequence of patterns, or an argument of another plugin.
     """
 
     precision = "bf16-true"

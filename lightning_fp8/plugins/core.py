@@ -138,7 +138,7 @@ class PrecisionCore(FSDPPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
-        """Computation in the compute dtype, encoders without torch's fast path, attention operands in one dtype.
+        """Compute in the compute dtype, with encoders off torch's fast path, and attention operands in one dtype.
 
         Contexts of several threads or asyncio tasks may overlap, and end in any order. Attention settings belong to the
         thread or task, and autocast to the thread. torch has one fast path switch and one default dtype (which
@@ -149,7 +149,7 @@ class PrecisionCore(FSDPPrecision):
 
     @contextmanager
     def recomputation_context(self) -> Iterator[None]:
-        """The same without autocast, for a forward inside backward: checkpointing itself restores autocast."""
+        """The same without autocast, for a forward inside backward: there, checkpointing restores autocast itself."""
         with layers_own_forwards(), self._attention.context():
             yield
 

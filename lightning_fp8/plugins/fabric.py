@@ -19,15 +19,15 @@ from lightning_fp8.plugins.core import PrecisionCore, as_dtype
 class FabricPrecision(MixedPrecision, FSDPPrecision):  # type: ignore[misc]
     """One of this package's plugins in Fabric, with any strategy. Fabric makes it from a string or a plugin.
 
-    As with Fabric's own mixed precision, floating point inputs of ``forward`` arrive in the compute dtype, and outputs
-    leave in the default dtype. ``optimizer.step`` updates the scales of every model set up; ``fabric.save`` and
-    ``fabric.load`` take them along.
+    As with Fabric's own mixed precision, floating point inputs of ``forward`` are cast to the compute dtype, outputs to
+    the default dtype. ``optimizer.step`` updates the scales of all models that were set up; ``fabric.save`` and
+    ``fabric.load`` include these scales.
 
     Args:
         plugin: the plugin whose settings apply.
 
     Attributes:
-        plugin: one with the same settings, of this Fabric alone.
+        plugin: a plugin with the same settings, for this Fabric alone.
     """
 
     precision: Any

@@ -45,17 +45,17 @@ _NOT_UNDER_FSDP = "`frozen_weights='fp8'` does not work under FSDP, which shards
 
 
 class Fp8Precision(PrecisionCore):
-    """Precision plugin for FP8 training: ``"fp8-delayed"``, or by its recipe one of the other strings.
+    """Precision plugin for FP8 training. Its recipe determines its precision string, by default ``"fp8-delayed"``.
 
-    ``Trainer(precision="fp8-delayed")`` makes one with the defaults, ``"fp8-current"`` one with ``CurrentScaling()``,
-    ``"fp8-block"`` one with ``BlockScaling()`` and ``"fp8-mx"`` one with ``MXScaling()``; pass one as ``plugins=`` for
-    anything else, to a Trainer or to Fabric.
+    ``Trainer(precision="fp8-delayed")`` makes a plugin with the defaults; ``"fp8-current"`` stands for
+    ``CurrentScaling()``, ``"fp8-block"`` for ``BlockScaling()`` and ``"fp8-mx"`` for ``MXScaling()``. For other
+    settings, pass a plugin as ``plugins=`` to a Trainer or to Fabric.
 
     Linear and attention layers compute in FP8 (:func:`lightning_fp8.convert`), all other operations in bf16 by
     autocast, and parameters are fp32 masters. Scales are updated once per optimizer step, after backward. Evaluation
     scales each tensor by its own values and changes no scale. The scaling state is part of the Lightning checkpoint,
-    unless that holds weights only. A model without a layer that can run in FP8, or
-    whose layers the settings all exclude, trains without FP8, and a warning says why.
+    unless the checkpoint holds weights only. If no layer can run in FP8, or the settings exclude all layers, the model
+    trains without FP8, and a warning says why.
 
     Evaluation runs the same code as training (``nn.TransformerEncoder`` included), and the operands of
     ``scaled_dot_product_attention`` are cast to one dtype, as under :class:`Bf16MixedPrecision` and
@@ -73,24 +73,23 @@ class Fp8Precision(PrecisionCore):
         compute_dtype: dtype of everything that is not FP8, ``torch.bfloat16`` or ``torch.float32``.
         keep_fp32: patterns on module paths; matching modules are stored and run in fp32, are not converted, and
             return outputs in the dtype of their inputs.
-        dtype_mismatch: what to do where query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
+        dtype_mismatch: what to do if query, key, value or mask of ``scaled_dot_product_attention`` differ in dtype:
             ``"align"`` casts them to the compute dtype, ``"warn"`` also says where, ``"error"`` raises.
         reduce_dtype: dtype in which FSDP sums gradients over the ranks.
         fp8_all_gather: under ``ModelParallelStrategy`` with ``fully_shard``, gather the weights of converted layers in
             FP8: half the bytes of bf16, bit-identical numbers. These layers cannot fall back.
         min_features: layers with fewer features in or out are not converted: 16 by default, 0 for all. This argument
-            and those below are those of :func:`lightning_fp8.convert`; by default they leave a converted model as it
-            is.
+            and the next two are the same as in :func:`lightning_fp8.convert`. Their defaults leave a converted model as
+            it is.
         frozen_weights: ``"fp8"`` keeps only the FP8 cast of frozen weights, one byte per parameter: for adapters on a
             frozen base. Checkpoints hold the rounded values. Not under FSDP.
         overrides: by pattern on module paths, the precision of a layer's products in place of the recipe's, such as
             ``{"blocks.0": "bf16", "*.down": {"wgrad": "bf16"}}``.
 
     Raises:
-        ValueError: for an unsupported value, settings that contradict each other, a recipe field out of range; at
+        ValueError: for an unsupported value, settings that contradict each other, or a recipe field out of range; at
             set-up for a pattern that matches no module.
-        TypeError: for a recipe of another kind, a string in place of a sequence of patterns, an argument that it does
-            not have.
+        TypeError: for a recipe of another type, a string in place of a sequence of patterns, or an unknown argument.
     """
 
     precision = "fp8-delayed"
@@ -138,7 +137,7 @@ class Fp8Precision(PrecisionCore):
     @override
     def _forget_models(self) -> None:
         super()._forget_models()
-        # converted models without a forward so far: their layers may have been sharded since
+        # converted models that have not run a forward yet: their layers may have been sharded since
         self._not_run: list[weakref.ref[nn.Module]] = []
         self._loop_weights = LoopWeights()
 
@@ -159,14 +158,14 @@ class Fp8Precision(PrecisionCore):
             )
         if self._is_under_fsdp and any(map(is_frozen, module.parameters())):
             raise ValueError(_NOT_UNDER_FSDP)
-        # before `store_parameters`, whose dtype may be wider: masters that are freed are never cast to it
+        # before `store_parameters`, whose dtype may be wider, so that masters to be freed are never cast to it
         is_in_fp8 = self._convert(module)
         store_parameters(module, self.param_dtype, self.keep_fp32)
         if is_in_fp8:
             self._not_run.append(weakref.ref(module))
 
     def _convert(self, module: nn.Module) -> bool:
-        """Whether any layer runs in FP8."""
+        """Convert the model; returns whether any layer runs in FP8."""
         try:
             self._convert_layers(module)
         except NothingToConvertError as reason:
@@ -306,18 +305,18 @@ class Fp8Precision(PrecisionCore):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Lightning keys a plugin's state by its class name, which is another one in a subclass of the user's
+        # Lightning keys a plugin's state by its class name, which differs in a user's subclass
         if "Fp8Precision" in checkpoint:
             checkpoint.setdefault(type(self).__qualname__, checkpoint["Fp8Precision"])
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The scaling state, keyed by tensor name: empty before set-up, and where no layer runs in FP8."""
+        """The scaling state, keyed by tensor name; empty before set-up, and if no layer runs in FP8."""
         state = self._asked_state()
         return {} if state is None else state.state_dict()
 
     def _asked_state(self) -> ScalingState | None:
-        """The scaling state of the model; asking for it names layers that were added since."""
+        """The scaling state of the model. Asking for it warns about layers that were added since."""
         model = self._model
         return scaling_state(model) if model is not None and is_converted(model) else None
 
@@ -344,7 +343,7 @@ def _warn_once(message: str) -> None:
 
 @functools.cache
 def _say_once(kind: str, message: str) -> None:
-    """Log what was converted, once in a process for each class of model: packages make a new Trainer for each call."""
+    """Log what was converted, once per process and model class, as packages may make a new Trainer for each call."""
     rank_zero_info(message)
 
 

@@ -135,14 +135,14 @@ def _or_fp8(annotation: Any) -> Any:
 
 
 def _without_fp8(old: Any) -> Any:
-    """A type as Lightning wrote it, also where a module imported since made it of one that had been replaced."""
+    """A type as Lightning wrote it, even if a module imported later built it from a type that had been replaced."""
     kind, parts = get_origin(old), get_args(old)
     left = tuple(part for part in parts if part not in (*FP8_PRECISIONS, Literal[FP8_PRECISIONS]))
     return old if left == parts else (Literal if kind is Literal else Union)[left]
 
 
 def _annotations(module: str) -> tuple[_Place, ...]:
-    """Lightning's types of a precision, by which packages annotate their own arguments, in a module that has both."""
+    """Lightning's two types for a precision, which packages use in annotations, in a module that has both."""
     return (module, "_PRECISION_INPUT", _or_fp8), (module, "_PRECISION_INPUT_STR", _with_fp8)
 
 

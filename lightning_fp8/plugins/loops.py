@@ -17,10 +17,10 @@ from lightning_fp8.modules.weights_unchanged import all_gemms, casts_of, compile
 
 
 class LoopWeights:
-    """The weights of one model. Between two loops they may be swapped undetectably, but not within one.
+    """The weights of one model. They may be swapped undetectably between two loops, but not within a loop.
 
-    Each run of a loop, the sanity check included, creates a data fetcher, so a new fetcher means that a loop has begun.
-    Without a fetcher nothing says that weights stay unchanged, and evaluation casts them in each forward.
+    Each run of a loop, including the sanity check, creates a data fetcher: a new fetcher means that a loop has begun.
+    Without a fetcher, nothing guarantees that weights stay unchanged, so evaluation casts them in each forward.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:

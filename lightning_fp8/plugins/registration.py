@@ -3,9 +3,9 @@
 Lightning has no registry for precisions. This module replaces, and :func:`unregister` restores exactly:
 
 - ``_check_and_init_precision`` of the Trainer's and of Fabric's connector, which creates the plugin;
-- ``_check_config_and_set_final_flags`` of both, to name in its error the string that was probably meant;
-- ``_PRECISION_INPUT_STR`` in Fabric's connector, the strings that both accept (and list if they reject another), and
-  wherever else Lightning has it or ``_PRECISION_INPUT``, the types by which other packages check an argument for it;
+- ``_check_config_and_set_final_flags`` of both, to suggest a string in its error;
+- ``_PRECISION_INPUT_STR`` in Fabric's connector: the strings that both accept, and list in their error. The same name,
+  and ``_PRECISION_INPUT``, wherever else Lightning has them: other packages check their own arguments by these types;
 - the annotation of ``Trainer(precision=...)``, by which the Lightning CLI checks a configuration;
 - ``Strategy.setup_precision_plugin`` of the Trainer, ``setup`` and ``setup_module`` of Fabric: in addition they warn
   where the scales of a converted model would not be updated. The classes are patched rather than plugins, because
@@ -117,7 +117,7 @@ def _share_bases(kinds: Iterable[type], package: str, mirror: str) -> None:
         if issubclass(kind, Callback):
             # only the checked base: constructors of further bases would be called with wrong arguments
             bases = [Callback] if bases else []
-        # not those that another one derives from
+        # skip classes that another of these derives from
         bases = [base for base in bases if not any(base in other.__mro__[1:] for other in bases)]
         modules = [import_module(mirror + base.__module__.removeprefix(package)) for base in bases]
         counterparts = [getattr(module, base.__name__) for module, base in zip(modules, bases, strict=True)]

@@ -1,4 +1,4 @@
-"""The scaling states of models in the checkpoints of Fabric, which do not hold the state of a precision plugin."""
+"""Scaling states in Fabric checkpoints: Fabric does not save the state of a precision plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUFFIX = "_fp8_scales"
 
 
 def with_scales(saved: Any) -> Any:
-    """What ``fabric.save`` is given, and the scales of each converted model in it under ``<its key>_fp8_scales``."""
+    """Add the scales of each converted model to what ``fabric.save`` is given, as ``<key of the model>_fp8_scales``."""
     models = [(key, model) for key, model in _models(saved) if is_converted(model)]
     scales = {f"{key}{_SUFFIX}": scaling_state(model).state_dict() for key, model in models}
     return {**saved, **scales} if scales else saved
@@ -27,10 +27,10 @@ def take_scales(asked: Mapping[str, Any], loaded: Any, rest: dict[str, Any]) -> 
     Args:
         asked: what ``fabric.load`` was given: models, optimizers and values.
         loaded: the same dictionary after the load.
-        rest: the entries of the checkpoint that were not asked for; those of :func:`with_scales` are removed.
+        rest: entries of the checkpoint that were not asked for. The scales that :func:`with_scales` added are removed.
 
     Raises:
-        ValueError: if the scales are malformed, or those of another model.
+        ValueError: if the scales are malformed or belong to another model.
     """
     for key, value in asked.items():
         # strategies that load sharded checkpoints replace objects that are not models with their saved values
@@ -45,8 +45,8 @@ def take_scales(asked: Mapping[str, Any], loaded: Any, rest: dict[str, Any]) -> 
             scaling_state(model).load_state_dict(scales)
         else:
             rank_zero_warn(
-                f"fabric.load: the checkpoint has FP8 scales for {key!r}, whose layers are not in FP8 yet, so its"
-                " training will begin without them. Call `fabric.load` after `fabric.setup`."
+                f"fabric.load: the checkpoint has FP8 scales for {key!r}, but its layers are not in FP8 yet, so"
+                " training begins without these scales. Call `fabric.load` after `fabric.setup`."
             )
 
 

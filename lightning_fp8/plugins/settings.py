@@ -26,10 +26,10 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def precision(name: Literal["fp8-delayed", "fp8-current", "fp8-mx", "fp8-block", "bf16-mixed", "bf16-true"]) -> Any:
-    """A precision string, as an argument that type checkers take: ``Trainer(precision=precision("fp8-delayed"))``.
+    """A precision string that type checkers accept: ``Trainer(precision=precision("fp8-delayed"))``.
 
-    The Trainer and Fabric take the string itself at run time, but their annotations list only Lightning's own. A type
-    checker finds a misspelt string here.
+    At run time, the Trainer and Fabric accept the string itself, but their annotations list only Lightning's strings.
+    With this function, a type checker also finds misspelt strings.
 
     Raises:
         ValueError: for another string.
@@ -42,7 +42,7 @@ def precision(name: Literal["fp8-delayed", "fp8-current", "fp8-mx", "fp8-block",
 
 
 def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:
-    """Decorate the ``__init__`` of a plugin: an argument that it does not have gives a TypeError with those it has.
+    """Decorate the ``__init__`` of a plugin: an unknown argument raises a TypeError that lists the known ones.
 
     If other plugins have the argument, the error names them instead.
     """
@@ -69,7 +69,7 @@ def arguments_of(plugin: str, *precisions: str) -> Callable[[_Init], _Init]:
 
 
 class RecipeOfConfiguration(dict[str, Any]):
-    """Marks an argument that configurations give as :func:`recipe_argument` takes it; jsonargparse makes its fields."""
+    """Marks an argument for :func:`recipe_argument`, given in a configuration; jsonargparse makes its fields."""
 
 
 def recipe_argument(recipe: Any) -> Recipe | None:
@@ -87,7 +87,7 @@ def _fields(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: for another string or class.
-        AttributeError: for what is neither a string nor a mapping.
+        AttributeError: for anything but a string or a mapping.
     """
     precisions = {kind.__name__: precision for precision, kind in RECIPES.items()}
     if isinstance(recipe, str):
@@ -110,8 +110,8 @@ def _register_with_jsonargparse() -> None:
     sys.modules["jsonargparse.typing"].register_type(RecipeOfConfiguration, dict, _fields)
 
 
-# Of a string followed by an override, such as `recipe=fp8-current` and `recipe.margin=1`, jsonargparse would keep the
-# override alone, and of a class only the fields, which may be those of another class.
+# For a string followed by an override, such as `recipe=fp8-current` and `recipe.margin=1`, jsonargparse would keep only
+# the override. For a class it would keep only the fields, which may belong to another class.
 after_import("jsonargparse", _register_with_jsonargparse)
 
 
@@ -124,11 +124,11 @@ def as_torch_dtype(argument: str, dtype: torch.dtype | str) -> torch.dtype:
 
 
 def suggestion(precision: Any) -> str:
-    """A sentence, after a space, with the one of our precision strings that was probably meant; empty if none was."""
+    """``" Did you mean ...?"``, with a leading space, for the closest of our strings; empty if none is close."""
     if not isinstance(precision, str):
         return ""
     if precision.lower().startswith(("fp8", "float8")):
         return f" Did you mean {closest(precision, FP8_PRECISIONS) or FP8_PRECISIONS[0]!r}?"
-    # Lightning's own are among the choices: if one of them is closer, Lightning's message suffices
+    # Lightning's own strings are candidates too: if one of them is closer, Lightning's message suffices
     match = closest(precision, (*PRECISIONS, "16-mixed", "16-true", "32-true", "64-true"))
     return f" Did you mean {match!r}?" if match in PRECISIONS else ""

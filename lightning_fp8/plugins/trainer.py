@@ -1,4 +1,4 @@
-"""The plugins by precision string, and the dtypes of one for ``fully_shard``."""
+"""Makes plugins from precision strings, and their policies for ``fully_shard``."""
 
 from __future__ import annotations
 

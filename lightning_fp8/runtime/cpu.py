@@ -12,7 +12,7 @@ _INFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """The CPU, with the extension that multiplies bf16 matrices."""
+    """The CPU's name, with its extension for bf16 matrix products if it has one."""
     text = _info()
     if not text:
         return platform.processor()
@@ -22,10 +22,10 @@ def cpu_name() -> str:
 
 @cache
 def emulates_bf16() -> bool:
-    """Whether torch emulates bf16 matrix products on this CPU, which takes several times as long as in fp32.
+    """Whether torch emulates bf16 matrix products on this CPU. They then take several times as long as in fp32.
 
-    oneDNN applies its own limit, ``ONEDNN_MAX_CPU_ISA``, but accepts bf16 on every CPU with AVX-512, although only some
-    of them multiply it; on the others it converts. The CPU's flags tell them apart, where the system shows them.
+    oneDNN respects its own limit, ``ONEDNN_MAX_CPU_ISA``, but accepts bf16 on every CPU with AVX-512. Only some of
+    these CPUs multiply bf16; on the others, oneDNN converts. The CPU's flags, where the system shows them, say which.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return True

@@ -1,4 +1,4 @@
-"""What a misspelt word was probably meant to be."""
+"""Suggestions for misspelt words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """The word that differs from this one by case, ``_`` for ``-`` or a few letters; None if there is none.
+    """The closest word, which may differ in case, in ``_`` for ``-``, or in a few letters; None if no word is close.
 
     >>> closest("FP8_delyed", ["bf16-mixed", "fp8-delayed"])
     'fp8-delayed'
@@ -18,7 +18,7 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The same as a sentence after a space; empty if there is none."""
+    """``" Did you mean 'closest word'?"`` with a leading space; empty if no word is close."""
     match = closest(word, words)
     return f" Did you mean {match!r}?" if match else ""
 

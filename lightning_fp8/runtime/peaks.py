@@ -1,11 +1,11 @@
-"""The FP8 peak of a GPU, from its data sheet, by the name that its driver gives."""
+"""The FP8 peak of a GPU according to its data sheet, looked up by the driver's name for the GPU."""
 
 from __future__ import annotations
 
 import re
 
-# Dense FP8 with fp32 accumulation, TFLOP/s of one GPU, by a pattern of the device's whole name. NVIDIA's data sheets
-# mostly print the number with sparsity, which is twice this.
+# Dense FP8 TFLOP/s of one GPU, with fp32 accumulation, by a pattern of the device's whole name. NVIDIA's data sheets
+# mostly state the peak with sparsity, which is twice the dense peak.
 _DENSE_FP8_TFLOPS = {
     # "NVIDIA H100 Tensor Core GPU" data sheet: SXM 3,958 with sparsity, PCIe 3,026, NVL 3,341
     r"h100 (\d+gb )?hbm3|h100 sxm5?( \d+gb)?": 1979.0,
@@ -34,7 +34,7 @@ _DENSE_FP8_TFLOPS = {
 
 
 def dense_fp8_flops(name: str) -> float | None:
-    """Dense FP8 peak in FLOP/s of one GPU, by the name that its driver gives; None for one that is not in the table.
+    """Dense FP8 peak of one GPU in FLOP/s, by the driver's name for it; None if the table does not have this GPU.
 
     >>> dense_fp8_flops("NVIDIA H100 PCIe") / 1e12
     1513.0

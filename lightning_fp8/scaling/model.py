@@ -37,12 +37,12 @@ class Fp8Model:
         generation: how often the state's rows have been arranged anew.
         changes: goes up when scales, histories or recorded amaxes change by anything other than a cast.
         has_recorded: whether an amax has been recorded since the last update.
-        scanned: the modules that a conversion has decided about, or that have been named since.
+        scanned: the modules that a conversion has decided about, or that a warning has named since.
         last_scan: the number of modules that were last looked at, and the sum of their identities.
         ignored: the patterns of modules that the last conversion left alone.
         left_out: the layers that these match, each with the reason.
-        shared_rows: rows of inputs that are recorded in another row, and that row, each ``[S] int64``.
-        current_rows: rows of the tensors that are on the scales of their own values; None if there are none.
+        shared_rows: the rows of sharers and of their owners, each ``[S] int64``; see ``ScalingState.share_inputs``.
+        current_rows: the rows of tensors with current scaling, under a recipe with histories; None if there are none.
     """
 
     def __init__(self, state: ScalingState) -> None:
@@ -64,7 +64,7 @@ class Fp8Model:
     # The tensors that depend on the device
 
     def on_arrangement(self) -> None:
-        """The state has other rows: its layers join anew, and what is under way with former rows records nothing."""
+        """The state's rows have changed: layers join again, and passes that began with the old rows record nothing."""
         self.generation += 1
         self.handle = take_handle(self.state, self.handle)
         self.gemms.clear()
@@ -76,7 +76,7 @@ class Fp8Model:
     def on_move(self) -> None:
         """The state has been moved to its device."""
         self._of_groups.clear()
-        # of casts in training whose history is known
+        # for casts in training whose history is known
         self._trained = Opened(self.state.amax, self.state, True)
         self.counts.to(self.state.device)
         # by address, which the host knows
@@ -85,23 +85,23 @@ class Fp8Model:
         self.on_precisions()
 
     def place(self) -> None:
-        """The GEMMs' slots are to be made again."""
+        """Make the GEMMs' slots again."""
         for gemm in list(self.gemms.values()):
             gemm.place()
 
     def on_input_owners(self) -> None:
-        """Other modules record their input in the row of another one."""
+        """The modules that record their input in another module's row have changed."""
         row_of, owners = self.state.row_of, self.state.input_owners
         rows = [(row_of(sharer, "input"), row_of(owner, "input")) for sharer, owner in owners.items()]
         with torch.inference_mode(False):
             self.shared_rows = torch.tensor(rows, dtype=torch.int64, device=self.state.device).view(-1, 2).t()
 
     def on_precisions(self) -> None:
-        """Modules run in something else than before."""
+        """The precisions of modules have changed."""
         self.changes += 1
         self.forget_histories()
         state = self.state
-        # tensors that are never cast get no history, so none is waited for
+        # don't wait for histories of tensors that are never cast
         self._awaited = state.rows_in_fp8[: state.delayed].numpy()
         is_current = [precision.is_current and state.recipe.from_history for precision in state.precisions]
         rows = [row for row in range(state.delayed) if is_current[state.module_of(row)]]
@@ -115,12 +115,12 @@ class Fp8Model:
     # not known to have one may still have it, so its cast must leave the decision to the device.
 
     def forget_histories(self) -> None:
-        """It is not known any more which tensors have a history."""
+        """Forget which tensors have a history."""
         state = self.state
         with torch.inference_mode(False):
             pin = state.device.type == "cuda"
             answer = torch.zeros(state.delayed, dtype=torch.bool, device="cpu", pin_memory=pin)
-        # the same memory
+        # both share memory
         self._answer, self._known = answer, answer.numpy()
 
     @property
@@ -131,7 +131,7 @@ class Fp8Model:
     # The casts
 
     def index_of(self, row: int, count: int) -> Tensor:
-        """Consecutive rows of inputs or gradients, ``[count] int64``, for the cast of a tensor of these groups."""
+        """``count`` consecutive rows from ``row`` on, ``[count] int64``, for the cast of groups of rows."""
         index = self._of_groups.get((row, count))
         if index is None:
             with torch.inference_mode(False):
@@ -168,7 +168,7 @@ class Fp8Model:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no layer is left since layers have left it."""
+        """Whether layers have left the state, and none remains."""
         return self._was_left and not self.gemms
 
     def sources(self) -> Iterator[Tensor]:
@@ -178,7 +178,7 @@ class Fp8Model:
     # Events
 
     def on_update(self) -> None:
-        """The scales have been updated, which is done once per optimizer step; one by hand is made next."""
+        """The scales have been updated, once per optimizer step. Counts a step, as a manual one may follow."""
         if not self.every_history_is_known:
             self.state.recipe.note_histories(self._answer, self.state.amax_history[0])
         count_step()

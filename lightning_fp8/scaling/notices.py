@@ -97,12 +97,12 @@ class _Nonfinite:
         self._before = before
         self._copy: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
-        # how many updates there had been at the time of the copy, and of the previous copy
+        # the number of updates at the time of the copy, and at the time of the previous copy
         self._at = self._clean = 0
         self._found = False
 
     def look(self, state: ScalingState) -> tuple[list[int], str] | None:
-        """The rows, and the step or range of steps where it began, as text; None if there is nothing new."""
+        """The rows with new non-finite values, and the step or steps at which these began, as text; None if none."""
         is_on_cpu = state.device.type == "cpu"
         if self._found or (not is_on_cpu and is_capturing(state.amax.is_cuda)):
             return None

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from lightning_fp8.scaling.model import Fp8Model
 
 
-# how many steps all optimizers together have made: some write through `.data`, which leaves no other trace
+# the number of steps of all optimizers together; optimizers that write through `.data` leave no other trace
 count = 0
 _models: weakref.WeakSet[Fp8Model] = weakref.WeakSet()
 _joined = 0
-# for each optimizer: how many layers had joined, and how many parameters it had, at the last look-up; the models whose
-# weights it changes, and the ids of these weights
+# for each optimizer, at the last look-up: how many layers had joined, and how many parameters it had; also the models
+# whose weights it changes, and the ids of these weights
 _Changed = list[tuple["weakref.ref[Fp8Model]", set[int]]]
 _changed_by: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], _Changed]] = weakref.WeakKeyDictionary()
 
 
 def count_step() -> None:
-    """Count a step: of an optimizer of torch, or one by hand, by the update of the scales that belongs to it."""
+    """Count a step of a torch optimizer, or a manual step; the latter is noticed by its update of the scales."""
     global count
     count += 1
 

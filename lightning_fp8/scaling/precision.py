@@ -1,4 +1,4 @@
-"""In which precision the products of one converted layer run, and who asked for it."""
+"""The precision of a converted layer's products, and who asked for it."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ BF16 = Choice(PRODUCTS)
 
 @dataclass
 class LayerPrecision:
-    """What the GEMMs of one module run in. Each forward reads it; :meth:`ScalingState.switch` alone changes it.
+    """The precision of one module's GEMMs. Each forward reads it; only :meth:`ScalingState.switch` changes it.
 
-    A product is in bf16 if any origin has it there, so a schedule takes nothing out of bf16 that the settings or the
-    monitor put there; the same for current scaling.
+    A product runs in bf16 if any origin asks for it, so a schedule cannot undo what the settings or the monitor ask
+    for. The same holds for current scaling.
 
     Attributes:
         in_fp8: whether any of the products runs in FP8.
         in_bf16: the products that run in bf16.
         is_current: see :class:`Choice`.
         may_fall_back: whether products that take the weight itself may run in bf16.
-        choices: by origin, what it asks for.
+        choices: the choice of each origin.
     """
 
     in_fp8: bool = True
@@ -77,7 +77,7 @@ class LayerPrecision:
 
     @property
     def fprop_in_fp8(self) -> bool:
-        """Whether the output is that of an FP8 product."""
+        """Whether an FP8 product computes the output."""
         return "fprop" not in self.in_bf16
 
     @property
@@ -86,7 +86,7 @@ class LayerPrecision:
         return Choice(self.in_bf16).needs_weight
 
     def check(self, module_name: str, choice: Choice) -> None:
-        """Raise a ValueError if the module cannot run so."""
+        """Raise a ValueError if the module does not support this choice."""
         if choice.needs_weight and not self.may_fall_back:
             raise ValueError(f"{module_name!r} cannot fall back: its weight is gathered in FP8 (`fp8_all_gather`).")
 

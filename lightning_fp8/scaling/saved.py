@@ -1,7 +1,7 @@
 """A scaling state as plain dicts and tensors, and back.
 
-An entry has the same fields and shapes after any number of steps, so that ``torch.distributed.checkpoint`` can load a
-file into a model without any. Scales follow from histories, so they are not saved.
+An entry has the same fields and shapes after any number of steps, so ``torch.distributed.checkpoint`` can load a file
+into a model that has made no steps. Scales follow from histories, so they are not saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_fp8.scaling.precision import BF16, Choice
 if TYPE_CHECKING:
     from lightning_fp8.scaling.state import ScalingState
 
-# the fields of every entry, and those of recipes with histories
+# the fields of every entry, and the fields under recipes with histories
 _ALWAYS = {"nonfinite_steps", "in_fp8"}
 _WITH_HISTORIES = _ALWAYS | {"amax_history", "is_current"}
 _DTYPES = (
@@ -66,7 +66,7 @@ def from_entries(state: ScalingState, entries: Mapping[str, Mapping[str, Tensor]
 
 def load_rows(state: ScalingState, entries: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Load checked entries, by row; an empty one empties the row. Scales are not computed anew."""
-    # a layer was moved as its input's entry says
+    # the entry of its input says what a layer was moved to
     moves = {row: _move(entry) for row, entry in entries.items() if entry and row < len(state.module_names)}
     state.switch("move", moves)
     rows = list(entries)
@@ -135,7 +135,7 @@ def _check_entry(name: Any, entry: Mapping[str, Any]) -> None:
 
 
 def _is_fit(field: str, tensor: Any) -> bool:
-    """Whether a tensor can be the value of its field; reads no values, which a file may claim without having them."""
+    """Whether a tensor can be the value of its field. Reads no values: a file may declare values that it lacks."""
     if type(tensor) is not Tensor or tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         return False
     has_its_shape = tensor.dim() == 1 if field == "amax_history" else tensor.numel() == 1

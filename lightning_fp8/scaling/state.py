@@ -20,7 +20,7 @@ from lightning_fp8.scaling.precision import AS_SET, Choice, LayerPrecision, Orig
 from lightning_fp8.scaling.saved import from_entries, load_rows, to_entries
 from lightning_fp8.scalings.recipe import Recipe
 
-# the order of a state's tensors by role; those of one role are in the order of the modules
+# a state's tensors are sorted by role, in this order, then by module
 LAYOUT: tuple[Role, ...] = (*DELAYED_ROLES, "weight")
 TENSORS = ("amax", "amax_history", "scale", "nonfinite_steps")
 
@@ -45,19 +45,20 @@ class ScalingState:
     Attributes:
         config: the settings of the model's conversion, the recipe among them.
         module_names: see above.
-        precisions: by module, in which precision its products run.
-        input_owners: maps each module that records its input in another module's row to that module, both by position.
+        precisions: the precision of each module's products.
+        input_owners: for each module that records its input in another module's row: that other module. Both are given
+            by position.
         fp8_max: ``[R] float32``, the largest value of each tensor's format.
-        amax: ``[R] float32``, largest absolute value recorded since the last update; for a weight, that of its last
+        amax: ``[R] float32``, largest absolute value recorded since the last update. A weight has the amax of its last
             cast.
         amax_history: ``[recipe.window, D] float32``, newest first; 0 where nothing has been pushed yet.
-        scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history. For a weight, that of its
-            last cast.
+        scale: ``[R] float32``, multiplier before the cast; 1 until a tensor has a history. A weight has the scale of
+            its last cast.
         nonfinite_steps: ``[R] int64``, updates at which the tensor's amax was inf or NaN and was left out.
-        indices: the position of each of the R tensors, ``[1] int64`` on the device: casts are given these very tensors.
+        indices: the position of each of the R tensors, ``[1] int64`` on the device. Casts get these tensor objects.
         updates: how many times :meth:`update` has run.
-        has_loaded: whether histories have been loaded since the last update: weights that are loaded next are theirs.
-        model: the model at run time: what its casts have done, and who watches them. Copies get one of their own.
+        has_loaded: whether histories have been loaded since the last update. If so, loading weights keeps them.
+        model: the model at run time: what its casts have done, and who watches them. A copy gets its own.
     """
 
     def __init__(self, module_names: Sequence[str], recipe: Recipe, device: torch.device | str = "cpu") -> None:
@@ -126,8 +127,8 @@ class ScalingState:
 
     @property
     def every_tensor_has_history(self) -> bool:
-        """Whether all inputs and gradients that are cast are known on the host to have a history; on a GPU, a step or
-        two late."""
+        """Whether the host knows that all inputs and gradients that are cast have a history. With a GPU, it learns this
+        a step or two late."""
         return self.model.every_history_is_known
 
     def row_of(self, module: int, role: Role) -> int:
@@ -135,7 +136,7 @@ class ScalingState:
         return LAYOUT.index(role) * len(self.module_names) + module
 
     def module_of(self, row: int) -> int:
-        """Position of the module that this one of the R tensors belongs to."""
+        """Position of the module that the tensor in this row belongs to."""
         return row % len(self.module_names)
 
     @torch.no_grad()
@@ -156,7 +157,7 @@ class ScalingState:
 
     @property
     def current_modules(self) -> tuple[str, ...]:
-        """Names of the modules that a move keeps on the scales of their own values in place of histories."""
+        """Names of the modules that were moved to current scaling, under a recipe with histories."""
         is_current = (layer.of("move").is_current and self.recipe.from_history for layer in self.precisions)
         return tuple(itertools.compress(self.module_names, is_current))
 
@@ -167,18 +168,18 @@ class ScalingState:
 
     @torch.no_grad()
     def switch(self, origin: Origin, choices: Mapping[int, Choice]) -> None:
-        """Set what modules, given by position, run in from their next forward on: the only way to change it.
+        """Set the precisions of modules from their next forward on. Nothing else changes them.
 
         Modules that record their input in the same row move to current scaling together, and their histories are kept
-        up to date, so that a run can go on with them. A tensor that is not cast any more has no history: if it is cast
+        up to date, so that a run can go on with them. A tensor that is no longer cast loses its history: if it is cast
         again later, it begins with its own amax. Nothing here waits for the device.
 
         Args:
-            origin: who asks; what the other origins ask for stays.
-            choices: what it asks for; modules that are not in it keep what they have.
+            origin: who asks. The choices of other origins stay.
+            choices: the new choice of each module, by position. Other modules keep their choices.
 
         Raises:
-            ValueError: if a module cannot run so; then nothing has been changed.
+            ValueError: if a module does not support its choice; nothing has been changed then.
         """
         for module, choice in choices.items():
             self.precisions[module].check(self.module_names[module], choice)
@@ -193,7 +194,7 @@ class ScalingState:
         self.model.on_precisions()
 
     def _rows_with_history(self) -> Tensor:
-        """``[D] bool`` on the CPU: whether a tensor is cast, or is the same as an input that is."""
+        """``[D] bool`` on the CPU: whether a tensor, or an input that shares its row, is cast."""
         owners, count = self.input_owners, len(self.module_names)
         is_cast = self.rows_in_fp8[: self.delayed].tolist()
         inputs = {owners.get(module, module) for module in range(count) if is_cast[module]}
@@ -201,7 +202,7 @@ class ScalingState:
         return torch.tensor(shared + is_cast[count:], dtype=torch.bool, device="cpu")
 
     def end_schedule(self) -> None:
-        """Let all modules run as the settings and their moves say: a schedule belongs to one run."""
+        """Drop the choices of the schedule, which belongs to one run; settings and moves stay."""
         if any(precision.of("schedule") != AS_SET for precision in self.precisions):
             self.switch("schedule", dict.fromkeys(range(len(self.precisions)), AS_SET))
 
@@ -215,13 +216,13 @@ class ScalingState:
             self.amax.data[: self.delayed].masked_fill_(dropped, 0.0)
 
     def share_inputs(self, owners: Mapping[int, int]) -> None:
-        """Let modules record their input in the row of another module, its owner, whose input is the same tensor.
+        """Let modules with the same input tensor record it in one row: the row of one of them, the owner.
 
-        At each update they get its amax, so their histories and scales are the same as if each had recorded its own.
+        Each update copies the owner's amax to the others, the sharers. Histories and scales are thus the same as if
+        each module had recorded its own input.
 
         Args:
-            owners: maps the position of each such module to that of its input's owner. All other modules record in
-                their own rows.
+            owners: the position of each sharer, and of its owner. All other modules record in their own rows.
         """
         if owners != self.input_owners:
             self.fill_sharers(self.amax.data)
@@ -240,9 +241,9 @@ class ScalingState:
 
     @torch.no_grad()
     def _equalise_sharers(self) -> None:
-        """Give inputs that are the same tensor the same history: of each entry, the largest that a layer of theirs has.
+        """Give sharers and their owner the same history: each entry becomes the largest among these modules.
 
-        A layer that is new, or that fell back before it shared its input, has none.
+        They may differ: a module that is new, or that fell back before it shared its input, has no history.
         """
         recorded = self.amax.data, self.amax_history.data.t(), self.nonfinite_steps.data
         for tensor in recorded if self.input_owners else ():
@@ -258,7 +259,7 @@ class ScalingState:
                 getattr(self, field).data[..., rows] = getattr(other, field)[..., other_rows].to(self.device)
 
     def record_weight(self, index: Tensor, amax: Tensor, scale: Tensor) -> None:
-        """Store what the weight at ``index``, ``[1] int64``, was cast with; amax and scale ``[] float32``."""
+        """Store the amax and the scale, ``[] float32``, of the cast of the weight at ``index``, ``[1] int64``."""
         # through `.data`, as in `update`
         self.amax.data.index_copy_(0, index, amax.reshape(1))
         self.scale.data.index_copy_(0, index, scale.reshape(1))
@@ -269,8 +270,9 @@ class ScalingState:
 
         For each input and gradient with a finite ``amax > 0``: push ``amax`` into its history, then
         ``scale = FP8_MAX / (m * 2**margin)`` with ``m`` the maximum (or the newest entry) of the history; an infinite
-        result becomes the largest finite fp32. A tensor with ``amax == 0`` did not run and keeps everything; one with a
-        non-finite ``amax`` keeps everything and counts in ``nonfinite_steps``. ``amax`` is zeroed at the end.
+        result becomes the largest finite fp32. A tensor with ``amax == 0`` did not run and keeps everything; a tensor
+        with a non-finite ``amax`` keeps everything too, and its ``nonfinite_steps`` goes up. Each ``amax`` is then
+        zeroed.
 
         Under ``torch.distributed`` (and ``reduce_amax``) every rank must call it: one ``all_reduce(MAX)`` of the whole
         vector makes the scales agree bit for bit. Nothing here waits for the device.
@@ -330,9 +332,9 @@ class ScalingState:
 
     @torch.no_grad()
     def empty_histories(self, modules: Iterable[int]) -> None:
-        """The next cast of each tensor of these modules uses its own values, whichever layers share an input with them.
+        """Empty the histories of these modules, and of the inputs that other modules share with them.
 
-        Never waits for the device.
+        The next cast of each of these tensors uses its own values. Never waits for the device.
         """
         emptied, owners = list(modules), self.input_owners
         firsts = {owners.get(module, module) for module in emptied}
@@ -345,12 +347,12 @@ class ScalingState:
         self.model.on_emptied()
 
     def arrange(self, module_names: Sequence[str], sources: Mapping[int, tuple[ScalingState, int]]) -> None:
-        """Have these modules from now on, in this order. The object stays the same, with all who watch it.
+        """Replace the modules of this state, in place: those who watch the state keep watching it.
 
         Args:
-            module_names: path of each module.
-            sources: by position here, the state and the position there of a module that keeps what it has. The others
-                begin empty, or with what a loaded file had for their names.
+            module_names: path of each new module, in order.
+            sources: for each module that keeps its tensors, by its new position: its state and position so far. All
+                other modules begin empty, or with the entries that a loaded file has for their names.
         """
         new = ScalingState(module_names, self.recipe, self.device)
         new._copy_modules(sources)
@@ -382,10 +384,10 @@ class ScalingState:
             self._show_current_scales(self.model.current_rows)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """A copy on the CPU, by tensor name, of what a run needs to go on: for each input and gradient ``amax_history``
-        (``[recipe.window] float32``, newest first, zeros where nothing has been pushed yet), ``nonfinite_steps``,
-        ``in_fp8`` and ``is_current`` (where its layer was moved). A recipe without histories has only
-        ``nonfinite_steps`` and ``in_fp8``.
+        """What a run needs to go on, copied to the CPU. Each input and gradient has an entry under its name:
+        ``amax_history`` (``[recipe.window] float32``, newest first, zeros where nothing has been pushed yet),
+        ``nonfinite_steps``, ``in_fp8`` and ``is_current`` (where its layer was moved). A recipe without histories has
+        only ``nonfinite_steps`` and ``in_fp8``.
 
         Names and shapes do not depend on the steps made. Plain dicts and tensors, so ``torch.load(weights_only=True)``
         reads it, and ``torch.distributed.checkpoint`` loads it in place.
@@ -396,19 +398,19 @@ class ScalingState:
         """Load the values of :meth:`state_dict`, and which modules fell back or moved to current scaling.
 
         Scales are computed anew, so the recipe may have another margin, window, algorithm or format; a shorter window
-        keeps the newest entries. Layers that only the model has begin without histories; entries that only the file has
-        wait for a layer of that name; a warning names both. Amaxes that wait for an update are dropped.
+        keeps the newest entries. Layers missing in the file begin without histories; entries without a layer wait until
+        the model gets a layer of that name; a warning names both. Amaxes that wait for an update are dropped.
 
         Raises:
-            ValueError: if no entry is that of a tensor of this model, or one is malformed or of another version; the
-                message names both sides, and nothing has been changed.
+            ValueError: if no entry belongs to a tensor of this model, or an entry is malformed or of another version;
+                the message names both sides, and nothing has been changed.
         """
         self._waiting = from_entries(self, state_dict)
         self._on_load()
         self.has_loaded = True
 
     def _copy_modules(self, modules: Mapping[int, tuple[ScalingState, int]]) -> None:
-        """Take over modules' tensors: for a position here, a state with the same recipe and the position there."""
+        """Copy the tensors of modules from states with the same recipe; see ``sources`` of :meth:`arrange`."""
         by_state: dict[ScalingState, dict[int, int]] = {}
         for here, (other, there) in modules.items():
             by_state.setdefault(other, {})[here] = there

@@ -28,7 +28,8 @@ def tensor_statistics(state: ScalingState, reduce: Callable[[Tensor, str], Tenso
 
     Args:
         state: the scaling state; fractions and exponents are those of ``state.cast_counts``.
-        reduce: the ``"sum"`` or ``"max"`` over all processes of what one has counted; amaxes are already reduced.
+        reduce: takes a tensor that this process has counted, and ``"sum"`` or ``"max"``; returns the sum or maximum
+            over all processes. Amaxes are already reduced.
     """
     of_weights = state.amax[state.delayed :]
     columns = (
@@ -92,7 +93,7 @@ def headroom_bits(fp8_max: Tensor, amax: Tensor, scale: Tensor) -> Tensor:
 
 
 def by_role(values: Tensor) -> dict[str, Tensor]:
-    """Values of all tensors ``[R]`` -> those of each role but NaN, in the order of the modules; none is empty."""
+    """Split values of all tensors, ``[R]``, by role, in module order. Drops NaN, and roles without values."""
     chunks = zip(LAYOUT, values.chunk(len(LAYOUT)), strict=True)
     return {role: present for role, some in chunks if len(present := some[~some.isnan()])}
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 CastOperator = Callable[[Tensor, Slot, bool, bool], Sequence[Tensor]]
 _KINDS: dict[str, type[Scaling]] = {}
-# what is clipped by no more than the rounding of a scale and its inverse is not lost
+# a value is not lost if it is clipped by no more than the rounding of a scale and its inverse
 ROUNDING = 1 - 2**-20
 _LARGEST_CODE = 0x7E  # 448 in E4M3
 
 
 @dataclass(frozen=True)
 class Scaling(ABC):
-    """How a tensor is scaled. A value: equal ones are interchangeable, and none has a state.
+    """How a tensor is scaled: an immutable value without state, so equal scalings are interchangeable.
 
     A new kind defines ``kind``, :meth:`scale_shape`, :meth:`scale`, :meth:`quantize` and :meth:`emulated_product`.
     Casts of both layouts, recording, slices, counts, fakes, names and the operators for compilers follow; kernels, a
@@ -46,16 +46,16 @@ class Scaling(ABC):
 
     Attributes:
         kind: the name of the class in operators, exports and messages.
-        scale_dtype: of ``Operand.scale_inv``.
+        scale_dtype: the dtype of ``Operand.scale_inv``.
         is_fp8: whether codes are FP8: only these can clip, underflow, or be kept for later forwards.
         has_blocks: whether a tensor has more than one scale, so that the range of their exponents is worth knowing.
         block: how many elements of a dimension share a scale, where it is neither one nor all.
         takes_groups: whether the three methods of groups below are defined.
-        file_kind: what files call such scales of a weight: ``"tensor"``, ``"row"``, ``"block"`` or ``"group"``; None if
-            no layout of files has them.
+        file_kind: the name that files use for such scales of a weight: ``"tensor"``, ``"row"``, ``"block"`` or
+            ``"group"``; None if no file layout has them.
         format: ``"e4m3"`` or ``"e5m2"``.
-        fp8: the same, with its numbers.
-        name: all of it in JSON, which any process can read: for operators and exports.
+        fp8: the format with its numbers, such as the largest value.
+        name: the scaling as JSON, for operators and exports; any process can read it.
     """
 
     kind: ClassVar[str]
@@ -89,7 +89,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def scale(self, amax: Tensor) -> Tensor:
-        """The multiplier, ``float32``, of values up to ``amax``, elementwise, where they are scaled by themselves."""
+        """The ``float32`` multiplier for values up to ``amax``, elementwise, for scaling by own values."""
 
     @abstractmethod
     def quantize(self, x: Tensor, width: int) -> tuple[Operand, Tensor]:
@@ -111,16 +111,16 @@ class Scaling(ABC):
         return False
 
     def without_history(self) -> Scaling:
-        """The same by own values."""
+        """The same scaling, but by own values."""
         return self
 
     def show(self, scale: Tensor, newest: Tensor) -> None:
-        """After an update, ``scale [D] float32`` is that of the newest amaxes; where these are 0, it stays."""
+        """After an update, set ``scale [D] float32`` to the scales of the newest amaxes. It stays where these are 0."""
         scale.copy_(torch.where(newest > 0, self.scale(newest), scale))
 
     def beyond(self, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
-        """How many times the largest value that past values left room for new amaxes are, ``[D]`` like each argument;
-        0 where a tensor is scaled by its own."""
+        """New amaxes, divided by the largest value that the scale from past values leaves room for; ``[D]`` like each
+        argument. 0 for a tensor that is scaled by its own values."""
         return amax * scale / fp8_max if self.reads_history else torch.zeros_like(amax)
 
     @property
@@ -131,16 +131,16 @@ class Scaling(ABC):
     # Weights that exist in FP8 only, and files
 
     def stored_scales(self, operand: Operand) -> Tensor:
-        """``scale_inv`` of a weight ``[N, K]`` as it is kept without a master: a matrix, if there are several."""
+        """``scale_inv`` as a weight ``[N, K]`` without a master keeps it: a matrix if there are several scales."""
         return operand.scale_inv
 
     def amaxes_of_codes(self, w: Tensor) -> Tensor:
-        """The amaxes of w that its largest codes stand for, in the shape of ``stored_scales``; or ``[] float32``, where
-        ``code * scale_inv`` alone has the same cast again."""
+        """The amaxes of w, which its largest codes represent, in the shape of ``stored_scales``. ``[] float32`` if the
+        cast of ``code * scale_inv`` has the same codes and scales again."""
         return max_abs(w)
 
     def casts_again(self, scale: Scale, largest: Sequence[Tensor]) -> bool:
-        """Whether the cast of a weight that a file holds with this scale has the file's codes again.
+        """Whether casting a weight that a file holds with this scale gives the file's codes again.
 
         ``largest``: ``[*] uint8`` each, the largest codes of each scale, without signs.
         """
@@ -150,7 +150,7 @@ class Scaling(ABC):
 
     @property
     def layouts_share_scales(self) -> bool:
-        """Whether ``scale_inv`` of the transpose follows from that of the tensor, too."""
+        """Whether ``scale_inv`` of the transpose also follows from the tensor's ``scale_inv``."""
         return self.layouts_share_codes
 
     def is_view(self, device: torch.device, shape: Sequence[int]) -> bool:
@@ -158,12 +158,12 @@ class Scaling(ABC):
         return self.layouts_share_codes and not needs_transposed_payload(device, shape, in_blocks=True)
 
     def transposed_scales(self, scale_inv: Tensor) -> Tensor:
-        """Where layouts share scales: those of the transpose, or of each matrix of a stack."""
+        """The scales of the transpose, or of each transposed matrix of a stack, if layouts share scales."""
         return scale_inv.mT
 
     def as_multiplied(self, cast: Cast) -> Cast:
-        """A cast with operands as products take them on its device, which may know blocks of this kind as those of
-        another."""
+        """The cast in the form that products take on its device: the device may support these blocks only as blocks of
+        another kind."""
         return cast
 
     def multiplied_as(self, device: torch.device) -> Scaling:
@@ -181,7 +181,7 @@ class Scaling(ABC):
         return cast
 
     def by_kernel(self, x: Source, slot: Slot, want: Want) -> Cast | None:
-        """The same by a kernel; None if there is none for the device, the dtype and the activation of x."""
+        """:meth:`cast` by a kernel; None if there is none for the device, the dtype and the activation of x."""
         return None
 
     def pair_by_kernel(self, pair: Computed, slots: Sequence[Slot], want: Want) -> list[Cast] | None:
@@ -208,21 +208,21 @@ class Scaling(ABC):
         return scale_inv
 
     def values(self, operand: Operand) -> Tensor:
-        """What an operand stands for, ``[M, K'] float32``."""
+        """The values of an operand, ``[M, K'] float32``."""
         return arithmetic.values(operand.codes, self.fp8) * self.spread(operand.scale_inv, operand.codes)
 
     def multiplies_transposed(self, operand: Operand) -> bool:
-        """Whether products also take this weight without a master by columns, with its scales transposed."""
+        """Whether products can use this weight, which has no master, by columns too, with its scales transposed."""
         return True
 
     def with_128_blocks(self, operand: Operand, k: int, rows: int) -> Operand | None:
-        """An operand with a scale for every 128 elements along K, for products with another kind; None if its scales
-        are for fewer. A single scale for all rows becomes one for each ``rows`` of them, 1 or 128."""
+        """The operand with a scale for every 128 elements along K, for products with another kind; None if its blocks
+        are smaller. A single scale for all rows is repeated for every ``rows`` rows, 1 or 128."""
         return None
 
     def takes_gradient(self, operand: Operand, scaling: Scaling) -> Scaling:
-        """How the gradient that this operand, a weight by columns, is multiplied with is cast: as its slot says, or
-        not at all."""
+        """The scaling of the gradient that is multiplied with this operand, a weight by columns: that of the
+        gradient's slot, or :class:`Unscaled` if the gradient is not cast."""
         return scaling
 
     def part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand | None:
@@ -230,7 +230,7 @@ class Scaling(ABC):
         return None
 
     def split_part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand:
-        """The same where it does, of a weight without a master, which is never cast again."""
+        """The same if the slice splits what shares a scale: for weights without a master, which are never recast."""
         raise NotImplementedError(
             f"{type(self).__name__} has no `split_part`: a slice of a weight that is kept in FP8 only would split what"
             " shares a scale. Keep these weights in high precision: leave `frozen_weights` out."
@@ -252,7 +252,7 @@ class Scaling(ABC):
         """The columns of the exponents counted over all casts, ``[R, 2]``; none where a tensor has one scale."""
         return counted().unbind(dim=1) if self.has_blocks else ()
 
-    # Groups of rows, sorted, each of which has a scale and multiplies with a matrix of its own: experts
+    # Sorted groups of rows, for experts: each group has its own scale and its own matrix
 
     def has_group_kernels(
         self, gradient: Scaling, device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: Sequence[int]
@@ -274,7 +274,7 @@ class Scaling(ABC):
         raise NotImplementedError
 
     def multiply_depths(self, a: Operand, b: Operand, groups: Groups, dtype: torch.dtype) -> Tensor:
-        """Sums over each group's rows: a of ``[M, P]``, b of ``[N, P]`` -> ``[E, M, N]``; 0 where it has none."""
+        """Sums over each group's rows: a ``[M, P]``, b ``[N, P]`` -> ``[E, M, N]``; 0 for a group without rows."""
         raise NotImplementedError
 
     # What everyone calls
@@ -310,19 +310,20 @@ class Scaling(ABC):
         return [cast if summed else cast._replace(sums=None) for cast, summed in zip(made, sums, strict=True)]
 
     def cast_weight(self, w: Tensor, slot: Slot, want: Want) -> Cast:
-        """Cast a weight ``[N, K]`` with scales of what it holds now: no change can clip it."""
+        """Cast a weight ``[N, K]``, scaled by its current values, so a change cannot clip it."""
         return self.cast_weights([w], [slot], [None], want)[0]
 
     def cast_weights(
         self, weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
     ) -> list[Cast]:
-        """The casts of many weights, each scaled by its own values, in one or two launches where there is a kernel.
+        """The casts of many weights, each scaled by its own values; in one or two launches if there is a kernel.
 
         Args:
             weights: ``[N, K]`` each, all on one device.
             slots: of one state.
-            out: for each weight a cast whose codes a kernel writes; None for new ones. Without a kernel all are new.
-            want: of the new ones.
+            out: for each weight, a cast for a kernel to overwrite, or None for a new one. Without a kernel, all are
+                new.
+            want: the layouts of new casts.
         """
         casts = None
         if on_gpu(weights[0]) and all(weight.numel() for weight in weights):
@@ -357,7 +358,7 @@ class Scaling(ABC):
         return Cast(rows, columns, sums), amax
 
     def both(self, operand: Operand, want: Want) -> Cast:
-        """Where layouts share codes: the cast, of its operand by rows."""
+        """The cast, made from its operand by rows, if layouts share codes."""
         columns = None
         if want.columns:
             codes = operand.codes

@@ -1,4 +1,4 @@
-"""FP8 products on a CPU, the reference for those of GPUs.
+"""FP8 products on a CPU: the reference for products on GPUs.
 
 FP8 values are multiplied exactly and added up in fp32; only the order of the sums is up to the library. Everything runs
 over parts of the rows, as casts do.
@@ -28,7 +28,7 @@ _HAS_BF16_GEMM = not emulates_bf16()
 
 
 def product_of_tensors(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """With one scale each, applied to the sums."""
+    """The product of operands with one scale each, which multiplies the sums."""
     codes, (m, a_k), (n, b_k) = a.codes, a.codes.shape, b.codes.shape
     fmt, other, k = a.scaling.format, b.scaling.format, min(a_k, b_k)
     shift = DEQUANTIZED_SHIFT[fmt] * DEQUANTIZED_SHIFT[other]
@@ -48,12 +48,12 @@ def product_of_tensors(a: Operand, b: Operand, bias: Tensor | None, dtype: torch
 
 
 def _is_turned(codes: Tensor) -> bool:
-    """Whether these are the transposed codes of a tensor, in its memory."""
+    """Whether these codes are a transposed view."""
     return codes.stride(0) == 1 and codes.stride(1) != 1
 
 
 def _product_along_rows(a: Operand, b: Operand, dtype: torch.dtype, scale_inv: float) -> Tensor:
-    """The product of two transposed tensors, which lie by rows of K: wgrad."""
+    """wgrad: the product of two transposed views, in whose memory K comes first."""
     x, y, k = a.codes.t(), b.codes.t(), min(a.codes.shape[1], b.codes.shape[1])
     out = torch.zeros(x.shape[1], y.shape[1], dtype=torch.float32, device=x.device)
     x_has_nan, y_has_nan = (
@@ -68,7 +68,7 @@ def _product_along_rows(a: Operand, b: Operand, dtype: torch.dtype, scale_inv: f
 
 
 def product_of_blocks(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """With scales for every 128 elements along K: partial sums times their scales are added up in fp32."""
+    """The product with scales for every 128 elements along K: adds partial sums times their scales in fp32."""
     (m, a_k), (n, b_k) = a.codes.shape, b.codes.shape
     out, k = torch.empty(m, n, dtype=dtype, device=a.codes.device), min(a_k, b_k)
     b_values = values_of(b.codes, b.scaling.format)[:, :k].t()
@@ -88,7 +88,7 @@ def product_of_blocks(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.
 
 
 def product_of_values(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Of ``code * scale_inv`` in fp32, whatever the scales."""
+    """The product of ``code * scale_inv`` in fp32, for any scales."""
     (m, a_k), (n, b_k) = a.codes.shape, b.codes.shape
     out, k = a.codes.new_empty(m, n, dtype=dtype), min(a_k, b_k)
     every, b_values = (side.scaling.values(_narrowed(side, k)) for side in (a, b))
@@ -104,7 +104,7 @@ def product_of_values(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.
 
 
 def product_of_rounded_values(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Of ``code * scale_inv`` rounded to ``dtype``, on a GPU without a product of such operands. Warns once there."""
+    """The product of ``code * scale_inv`` rounded to ``dtype``. On a GPU, where it is a fallback, it warns once."""
     if gpu_of(a.codes.device) is not None:
         warn_once(
             "Some products of FP8 weights with scales for rows or blocks run on dequantized values: those whose scales"
@@ -120,12 +120,12 @@ def product_of_rounded_values(a: Operand, b: Operand, bias: Tensor | None, dtype
 
 
 def _narrowed(operand: Operand, k: int) -> Operand:
-    """Without the zeros at the end of rows."""
+    """The operand without the zeros at the end of rows."""
     return operand._replace(codes=operand.codes[:, :k])
 
 
 def _operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """bf16, which holds every FP8 value exactly, for bf16 results if the CPU multiplies bf16; else fp32."""
+    """bf16 for bf16 results if the CPU multiplies bf16, else fp32. bf16 holds every FP8 value exactly."""
     return torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BF16_GEMM else torch.float32
 
 

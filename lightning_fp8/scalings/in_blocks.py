@@ -1,4 +1,4 @@
-"""The base of kinds whose blocks along K each have a scale of their own values, and of their kernels."""
+"""The base of scalings with one scale for each block along K, from the block's own values; and their kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_fp8.scalings.operand import Cast, Computed, Slot, Source, Want
 
 @dataclass(frozen=True)
 class InBlocks(Scaling):
-    """Kernels know such scales in E4M3: squares of weights, and other blocks of all tensors.
+    """Blocks along K. Kernels support E4M3 only: squares for weights, other blocks for all tensors.
 
     Attributes:
-        in_e8m0: whether a scale is a byte, a power of two.
-        squares: whether it is that of a square, as many rows as columns.
+        in_e8m0: whether scales are E8M0, powers of two in one byte.
+        squares: whether each block is a square, with as many rows as columns.
     """
 
     in_e8m0: ClassVar[bool] = False

@@ -1,6 +1,6 @@
-"""What launches casts on a GPU: the memory that kernels write, and their arguments. Nothing here synchronises.
+"""Launches casts on a GPU: allocates the memory that kernels write, and passes their arguments. Never synchronises.
 
-Each function takes what a kind of scaling asks for, and returns None where there is no kernel for the device and dtype.
+Functions return None if there is no kernel for the device and dtype.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _Read = tuple[Tensor, Tensor | None, Tensor | None, bool]
 
 
 def _read(x: Computed, block: int) -> _Read | None:
-    """None for what no kernel reads. ``block``: a multiple of the columns of the halves of a packed gradient."""
+    """What a kernel reads to compute x; None if no kernel can. ``block`` must divide each half of a packed gradient."""
     (first, *up), dy, is_packed = x.inputs, x.gradient, x.is_packed
     if dy is not None:
         if dy.dtype != first.dtype or up or (is_packed and first.shape[1] % (2 * block)):
-            # of gate and up there is one launch for both gradients, see `cast_pair`
+            # one launch makes both gradients, of gate and up: see `cast_pair`
             return None
         dy = _rows_apart(dy)
     return first.contiguous(), up[0].contiguous() if up else None, dy, is_packed
@@ -110,7 +110,7 @@ def _cast_of(
 def one_scale_of_groups(
     x: Tensor, scaling: Scaling, slot: Slot, opened: Opened, want: Want, groups: Groups
 ) -> Cast | None:
-    """The same of groups of rows, x ``[P, K]`` in their places: ``scale_inv [E]``, sums ``[E, K]``."""
+    """The same for groups of rows, x ``[P, K]`` in their places: ``scale_inv [E]``, sums ``[E, K]``."""
     kernel = cast_kernel(x.device, x.dtype, scaling.format, "none", False)
     if kernel is None:
         return None
@@ -119,7 +119,7 @@ def one_scale_of_groups(
     sums, cast = result.column_sums, _cast_of(result._replace(column_sums=None), scaling, want)
     if sums is None:
         return cast
-    # those of tiles that belong to no group come after all others
+    # the sums of tiles without a group come last
     tiles = torch.div(groups.edges, casts.TILE_ROWS, rounding_mode="floor").long()
     of_groups = torch.segment_reduce(sums, "sum", offsets=tiles, axis=0, unsafe=True, initial=0.0)
     return cast._replace(sums=of_groups.view(len(slot.index), -1))
@@ -154,14 +154,14 @@ def new_result(
     adjust: Adjust,
     groups: Groups | None = None,
 ) -> casts.Result:
-    """What a kernel reads of the state, and memory for what it writes about a tensor of this shape, in these layouts.
-    Of groups, each has a scale; 1 where it has no row."""
+    """What a kernel reads of the state, and memory for what it writes, for a tensor of this shape in these layouts.
+    Each group has a scale, which is 1 if the group has no row."""
     rows, columns = shape
     scale_from, index, current = int(slot.casting), slot.index, None
     if opened.history is not None:
         scale, newest = opened.history.scale, opened.history.amax_history
     else:
-        # nothing of a history is read; where nothing is recorded either, the tensor need not have a row
+        # no history is read; if nothing is recorded either, the tensor needs no row
         scale_from = max(scale_from, 1)
         state = slot.live_state
         if state is None:
@@ -305,9 +305,9 @@ def weights(
 
     Args:
         of: ``[N, K]`` each.
-        scaling: of all.
-        slots: theirs.
-        out: for each a cast whose codes are written; None for new memory.
+        scaling: the scaling of all weights.
+        slots: the weights' slots.
+        out: for each weight, a cast to overwrite, or None for new memory.
         scales: what has a scale.
         want: of new casts, which are always made by rows.
     """
@@ -352,8 +352,8 @@ def _cast_of_weight(
 
 
 def _memory_by_stack(of: Sequence[tuple[Tensor, bool]]) -> Iterator[_Codes]:
-    """Memory for codes of weights, also by columns where said; that for matrices of one parameter lies side by side, in
-    their order."""
+    """Memory for codes of weights, by rows and, if requested, by columns. The matrices of one parameter are adjacent,
+    in order."""
     stacks: dict[tuple[int, torch.Size], list[int]] = {}
     for at, (weight, _) in enumerate(of):
         stacks.setdefault((weight.untyped_storage().data_ptr(), weight.shape), []).append(at)
@@ -373,7 +373,7 @@ def _launch_weights(
     kernel: Kernel, of: Sequence[Tensor], slots: Sequence[Slot], codes: Sequence[_Codes], scales: WeightScales
 ) -> list[_Inverses]:
     if len(of) > 1 and is_capturing(of[0].is_cuda):
-        # a table is copied from the host, whose memory the graph would read again whenever it is replayed
+        # a table would come from the host: each replay of the graph would read that host memory again
         each = zip(of, slots, codes, strict=True)
         return [_launch_weights(kernel, [weight], [slot], [made], scales)[0] for weight, slot, made in each]
     state, jobs, turned = slots[0].state, [], []

@@ -1,7 +1,7 @@
 """MXFP8: a power of two in one byte (E8M0) for every 32 elements along K.
 
 Sources: OCP Microscaling Formats (MX) Specification 1.0; Mishra et al., "Recipes for Pre-training LLMs with MXFP8",
-arXiv 2506.08027, whose rounding of the scale this is.
+arXiv 2506.08027, which defines this rounding of the scale.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class MX(InBlocks):
     """``scale_inv`` is ``[*] uint8``, ``amax / 448`` rounded up to a power of two, in the order that hardware reads,
     see :func:`lightning_fp8.ops.e8m0.to_tiles`. A block with an inf or NaN is NaN.
 
-    A weight without a master has a matrix of scales: ``[M, ceil(K/32)]``, squares ``[ceil(M/32), ceil(K/32)]``, or, of
-    the former by columns, ``[ceil(M/32), K]``: over such rows no product sums in blocks.
+    A weight without a master has a matrix of scales: ``[M, ceil(K/32)]``, or ``[ceil(M/32), ceil(K/32)]`` for squares.
+    By columns, the former becomes ``[ceil(M/32), K]``; no product sums in blocks along such rows.
 
     Attributes:
-        squares: of 32 x 32. Codes are then those of both layouts, but the order of scales is not.
+        squares: whether blocks are 32 x 32. Both layouts then share the codes, but not the order of scales.
     """
 
     kind: ClassVar[str] = "mx"
@@ -74,7 +74,7 @@ class MX(InBlocks):
 
     @override
     def casts_again(self, scale: Scale, largest: Sequence[Tensor]) -> bool:
-        # a scale that is the same power of two or a smaller one makes each code a code again; squares need equal ones
+        # a new scale is an equal or smaller power of two, so each code becomes a code again; squares need equal scales
         is_known = scale.kind == self.file_kind
         return is_known and (not self.squares or e8m0.of_squares(scale.values) is not scale.values)
 
@@ -103,7 +103,7 @@ class MX(InBlocks):
             return None
         scales = scales.t() if by_columns else scales
         if len(scales) != count and (rows.start % SIZE or rows.stop % SIZE):
-            # a scale for each row says the same
+            # one scale for each row is equivalent
             scales = e8m0.of_rows(scales, count)
         scales = scales[rows] if len(scales) == count else scales[rows.start // SIZE : rows.stop // SIZE]
         codes = operand.codes[:, rows] if by_columns else operand.codes[rows]
@@ -119,7 +119,7 @@ class MX(InBlocks):
 
     @override
     def exact_values(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """Of an operand whose scales lie along its rows, the values in this dtype; made for one product only."""
+        """The values of an operand with scales along its rows, in this dtype; made for one product only."""
         return exact_values(operand.codes.t(), operand.scale_inv.t(), self.format, dtype).t()
 
     @override
@@ -131,7 +131,7 @@ class MX(InBlocks):
     @override
     def gpu_product(self, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
         is_held, out = max(a.scale_inv.dim(), b.scale_inv.dim()) > 1, None
-        # on a GPU without this product, operands of a weight that is trained are refused
+        # a GPU without this product refuses operands of a weight that is trained
         if not is_held or plain.has_mx(a.codes.device):
             out = gemm.mx(_in_tiles(a), _in_tiles(b), bias, dtype)
         return emulation.product_of_rounded_values(a, b, bias, dtype) if out is None else out
@@ -147,22 +147,22 @@ def _in_tiles(operand: Operand) -> Operand:
 @knows_its_fields
 @dataclass(frozen=True, repr=False)
 class MXScaling(Recipe):
-    """MXFP8: each 32 elements along the sum of a product have a scale, a power of two in one byte, all in E4M3.
+    """MXFP8: 32 elements along the sum of a product share a scale, a power of two in one byte. All tensors are E4M3.
 
     A scale is that of the block's largest value, rounded up, so nothing is clipped; nothing depends on earlier steps.
     The two payloads of a tensor are two casts, each with scales along its own rows. The logged ``amax`` is the largest
     value of a tensor, and the logged ``scale`` that of the block that holds it. A block with an infinity or NaN is NaN.
 
     Args:
-        weight_blocks: the blocks of a weight. ``(1, 32)``, as in the published recipe: forward and backward see two
-            different roundings of it. ``(32, 32)``: squares, and both see the same weight.
+        weight_blocks: the blocks of a weight. With ``(1, 32)``, as in the published recipe, forward and backward see
+            two different roundings of it. With ``(32, 32)``, squares, both see the same weight.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.
         TypeError: for a field of another name; the message has the right ones.
 
     Sources: OCP Microscaling Formats (MX) Specification 1.0; Mishra et al., "Recipes for Pre-training LLMs with MXFP8",
-    arXiv 2506.08027, whose rounding of the scale this is.
+    arXiv 2506.08027, which defines this rounding of the scale.
 
     >>> MXScaling().format_of("grad_output").name
     'e4m3'

@@ -21,7 +21,7 @@ from lightning_fp8.scalings.operand import Cast, Operand, Slot, Want
 
 @dataclass(frozen=True)
 class OneScale(Scaling):
-    """Layouts have the same codes. Of groups of rows, each is a tensor with a scale of its own, ``scale_inv [E]``."""
+    """Both layouts have the same codes. Each group of rows has its own scale, ``scale_inv [E]``."""
 
     has_blocks: ClassVar[bool] = False
     file_kind: ClassVar[str | None] = "tensor"
@@ -38,7 +38,7 @@ class OneScale(Scaling):
 
     @override
     def show(self, scale: Tensor, newest: Tensor) -> None:
-        # an update has computed it, with the margin and of the whole window
+        # the update has computed it from the whole window, with the margin
         pass
 
     @override
@@ -121,7 +121,7 @@ def placed(x: Tensor, groups: Groups) -> Tensor:
 
 
 def _each(groups: Groups) -> list[slice]:
-    """The rows of each group, without the zeros behind them: as many as a layer of its own multiplies."""
+    """The rows of each group without the zeros behind them, as a separate layer would get them."""
     edges = groups.edges.to(groups.position.dtype)
     sizes = torch.searchsorted(groups.position, edges).diff()
     return [slice(begin, begin + size) for begin, size in zip(edges.tolist(), sizes.tolist(), strict=False)]
@@ -131,7 +131,7 @@ def _each(groups: Groups) -> list[slice]:
 
 
 def _by_rows(a: Operand, b: Operand, bias: Tensor | None, groups: Groups, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a ``[P, K]``, b ``[E, N, K]``, bias ``[E, N]`` -> ``[P, N]``; rows of no group have any values."""
+    """a ``[P, K]``, b ``[E, N, K]``, bias ``[E, N]`` -> ``[P, N]``; rows without a group are arbitrary."""
     device = a.codes.device
     kernel, configuration = required(device, "rows", a.scaling.format, b.scaling.format, dtype, not fast)
     out = torch.empty(len(a.codes), b.codes.shape[1], dtype=dtype, device=device)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Operand(NamedTuple):
-    """A matrix ``[M, K]`` as one product takes it, which sums over K.
+    """A matrix ``[M, K]`` in the form that one product takes. The product sums over K.
 
     Attributes:
-        codes: ``[M, K'] uint8``, K' >= K with zeros at the end of rows: of two operands, the shorter K is the true one.
-            The values themselves where the scaling is that of values.
-        scale_inv: what each code is multiplied by; shape and dtype are those of the scaling.
+        codes: ``[M, K'] uint8``, K' >= K with zeros at the end of rows. The smaller K' of two operands is the true K.
+            Unscaled operands have the values themselves.
+        scale_inv: what each code is multiplied by; shape and dtype depend on the scaling.
         scaling: how the codes were made.
     """
 
@@ -31,7 +31,7 @@ class Operand(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """What was asked for of a tensor ``[M, K]``; the rest is None.
+    """The requested results of the cast of a tensor ``[M, K]``; the others are None.
 
     Attributes:
         rows: ``[M, K]``, for the product that sums along its rows.
@@ -45,13 +45,13 @@ class Cast(NamedTuple):
 
 
 class Want(NamedTuple):
-    """What is asked of the cast of a tensor.
+    """The results that a caller wants from the cast of a tensor.
 
     Attributes:
-        rows: whether a product sums along its rows.
-        columns: whether one sums along its columns.
-        sums: whether its columns are added up in the same pass.
-        dtype: of operands that are not in FP8; None for that of the tensor.
+        rows: whether a product sums along the tensor's rows.
+        columns: whether a product sums along its columns.
+        sums: whether the cast also adds up the columns, in the same pass.
+        dtype: the dtype of operands that are not in FP8; None for the tensor's dtype.
     """
 
     rows: bool = True
@@ -65,7 +65,8 @@ class Casting(IntEnum):
     (``kernels_cuda/scales.cuh``). Blocks are scaled by their own values in any case.
 
     Attributes:
-        HISTORY: that of past values, in training; while there are none, and where the scaling keeps none, its own.
+        HISTORY: in training: the scale of past values. The tensor's own scale while there are no past values, and if
+            the scaling keeps none.
         OWN: ``FP8_MAX / amax`` of the tensor itself.
         OWN_POWER_OF_2: the same, rounded down to a power of two, in evaluation: for a wide range of amaxes each element
             has the same code, so it hardly depends on the other elements of the tensor.
@@ -101,7 +102,7 @@ class Slot(NamedTuple):
     generation: int = 0
 
     def scaling_of(self, want: Want) -> Scaling | None:
-        """The scaling of all that is wanted; None if that has two."""
+        """The scaling of all requested layouts; None if their scalings differ."""
         rows, columns = self.rows, self.columns
         if want.rows and want.columns:
             return rows if rows.name == columns.name else None
@@ -109,13 +110,13 @@ class Slot(NamedTuple):
 
     @property
     def live_state(self) -> ScalingState | None:
-        """The state, as long as its rows are those of the slot: none for a backward that begins before its model gets
-        further layers and ends after that, so that nothing is recorded in the rows of others."""
+        """The state, or None if its rows have changed since the slot was made. A backward during which the model gets
+        more layers thus records nothing in rows that now belong to other tensors."""
         state = self.state
         return state if state is not None and state.model.generation == self.generation else None
 
     def open(self, reads_history: bool) -> Opened:
-        """Called before each cast of an input or gradient; ``reads_history``: whether its scaling does."""
+        """Called before each cast of an input or gradient. ``reads_history``: whether its scaling reads the history."""
         state = self.state
         if state is None or state.model.generation != self.generation:
             return Opened(None, None, False)
@@ -148,10 +149,11 @@ class Computed(NamedTuple):
     """A tensor ``[M, N]`` that only a cast reads, so it need not be in memory: the cast computes it.
 
     Attributes:
-        activation: a name in :data:`lightning_fp8.ops.activations.ACTIVATIONS`, whose value it is.
-        inputs: of the activation: one; or gate and up, which may be the halves of one tensor.
-        gradient: of the activation's value; then it is the gradient of input number ``of``.
-        of: which input's.
+        activation: the activation that computes it, a name in :data:`lightning_fp8.ops.activations.ACTIVATIONS`.
+        inputs: the activation's inputs: one, or gate and up, which may be the halves of one tensor.
+        gradient: the gradient of the activation's value, to compute the gradient of input number ``of``; None to
+            compute the value.
+        of: the number of that input.
     """
 
     activation: str

@@ -1,4 +1,4 @@
-"""A scale for every 128 elements along K; for weights, for squares of 128 x 128.
+"""One scale for every 128 elements along K; for weights, one for every square of 128 x 128.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3.2.
 """
@@ -29,7 +29,7 @@ from lightning_fp8.scalings.recipe import Recipe, knows_its_fields
 if TYPE_CHECKING:
     from lightning_fp8.serialization.values import Scale
 
-# by whether they are squares; compilers trace no construction
+# by whether blocks are squares; made here, because compilers cannot trace the construction
 _AS_MX = {squares: MX(squares=squares) for squares in (False, True)}
 
 
@@ -71,7 +71,7 @@ class PerBlock(InBlocks):
 
     @override
     def show(self, scale: Tensor, newest: Tensor) -> None:
-        # an update has computed those that are not rounded
+        # the update has already computed scales that are not rounded
         if self.powers_of_2:
             super().show(scale, newest)
 
@@ -117,7 +117,7 @@ class PerBlock(InBlocks):
 
     @override
     def split_part(self, operand: Operand, rows: slice, count: int, by_columns: bool) -> Operand:
-        # a scale for each row says the same
+        # one scale for each row is equivalent
         codes, scales = (
             operand.codes,
             of_rows(operand.scale_inv.t() if by_columns else operand.scale_inv, BLOCK, count)[rows],
@@ -151,7 +151,7 @@ class PerBlock(InBlocks):
         scaling = self.multiplied_as(operand.codes.device)
         if scaling is self:
             return operand
-        # every power of two that such a cast may choose has a code; of the blocks of 128, four are equal
+        # E8M0 has a code for every power of two that such a cast may choose; each block of 128 becomes four equal ones
         codes = e8m0.codes_of_powers(of_rows(operand.scale_inv, BLOCK, operand.codes.shape[0]))
         tiles = e8m0.to_tiles(codes.repeat_interleave(BLOCK // e8m0.BLOCK, 1))
         return Operand(operand.codes, tiles, scaling)
@@ -164,8 +164,8 @@ class PerBlock(InBlocks):
 
 @dataclass(frozen=True)
 class PerBlockAcross(PerBlock):
-    """A part by columns of a weight without a master, whose squares it splits: ``scale_inv`` is ``[ceil(M/128), K]``.
-    Over such rows no product sums in blocks."""
+    """Part of a weight without a master, by columns, that splits its squares. ``scale_inv`` is ``[ceil(M/128), K]``; no
+    product sums in blocks along such rows."""
 
     kind: ClassVar[str] = "per_block_across"
 

@@ -1,4 +1,4 @@
-"""A scale for every row: of weights that come from checkpoints with such scales."""
+"""One scale for each row, for weights from checkpoints with such scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_fp8.scalings.operand import Operand
 
 @dataclass(frozen=True)
 class PerRow(Scaling):
-    """``scale = FP8_MAX / amax`` of a row; ``scale_inv`` is ``[M, 1] float32``; ``[1, K]`` of a weight by columns."""
+    """``scale = FP8_MAX / amax`` of each row. ``scale_inv [M, 1] float32``, for a weight by columns ``[1, K]``."""
 
     kind: ClassVar[str] = "per_row"
     file_kind: ClassVar[str | None] = "row"

@@ -1,4 +1,4 @@
-"""One scale for a tensor: of its past values (delayed) or of its own (current)."""
+"""One scale for each tensor, from its past values (delayed) or from its own (current)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PerTensor(OneScale):
 
     Attributes:
         delayed: in training, amax is that of past steps, once there are any.
-        margin: powers of two kept free above the largest value: of past values where it is delayed, as its own cannot
-            clip; never in evaluation.
+        margin: powers of two kept free above the largest value. With ``delayed``, only above past values, because own
+            values cannot clip. Never in evaluation.
     """
 
     kind: ClassVar[str] = "per_tensor"
@@ -87,12 +87,12 @@ class PerTensor(OneScale):
         return torch.where(newest > 0, history.scale.index_select(0, slot.index)[0], own)
 
     def _adjusts(self, slot: Slot) -> bool:
-        """Whether a scale by own values follows from another amax than that of this tensor."""
+        """Whether a scale by own values is computed from another amax than this tensor's."""
         return not self.delayed and slot.casting is Casting.HISTORY and bool(self.margin or slot.group)
 
     def _asked(self, amax: Tensor, slot: Slot) -> Tensor:
-        """The amax ``[] float32`` that a scale by own values follows from: the tensor's, or its group's largest, times
-        ``2**margin``."""
+        """The amax, ``[] float32``, from which a scale by own values is computed: the tensor's amax, or the largest in
+        its process group, times ``2**margin``."""
         if not self._adjusts(slot):
             return amax
         if slot.group:
@@ -170,7 +170,7 @@ class _TensorScaling(Recipe):
     def scaling(self, role: Role) -> PerTensor:
         """See :class:`Recipe`."""
         if role == "weight":
-            # scaled by what it holds now: nothing can clip it, so it needs no margin
+            # scaled by its current values: nothing can clip it, so it needs no margin
             return PerTensor("e4m3")
         is_wide = role == "grad_output" and self.fp8_format == "HYBRID"
         return PerTensor("e5m2" if is_wide else "e4m3", self.from_history, self.margin)
@@ -203,10 +203,10 @@ class DelayedScaling(_TensorScaling):
         amax_compute_algo: ``"max"``: the largest value in the window; ``"most_recent"``: the newest one, as with a
             window of 1.
         reduce_amax: under ``torch.distributed``, take the maximum over all ranks, so that scales agree on every rank.
-        fprop: the precision of the output's product, ``"fp8"`` or ``"bf16"``.
-        dgrad: that of the product for the gradient of the input.
-        wgrad: that of the product for the gradient of the weight. In ``"bf16"`` it takes the unrounded gradient and the
-            unrounded input, which is kept for backward in 2 bytes per element instead of 1.
+        fprop: the precision of the product for the output, ``"fp8"`` or ``"bf16"``.
+        dgrad: the precision of the product for the gradient of the input.
+        wgrad: the precision of the product for the gradient of the weight. In ``"bf16"``, this product takes the
+            unrounded gradient and the unrounded input; backward keeps the latter in 2 bytes per element instead of 1.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.

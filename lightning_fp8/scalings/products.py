@@ -1,4 +1,4 @@
-"""The product of two operands, of one kind of scaling or of two; and the casts of a tensor for its two products."""
+"""The product of two operands, whose kinds of scaling may differ; and the casts of a tensor for its two products."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def multiply(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fa
     The bias is rounded to ``dtype``, then added in fp32 to the scaled sum, which is rounded once. Without ``fast``,
     partial sums are added up in fp32 at least every 128 along K.
 
-    Operands of two kinds, as where a weight came with scales of its own, are multiplied in blocks of 128 where a GPU
-    can, else by their values. A gradient that is not cast is multiplied with the exact values of a weight.
+    Operands of different kinds, as with a weight that came with its own scales, are multiplied in blocks of 128 if the
+    GPU supports it, else as dequantized values. A gradient that is not cast is multiplied with a weight's exact values.
     """
     scaling, is_on_gpu = a.scaling, on_gpu(a.codes)
     if type(scaling) is type(b.scaling):
@@ -46,8 +46,8 @@ def multiply(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fa
 
 
 def cast(x: Source, slot: Slot, want: Want) -> Cast:
-    """Cast x ``[M, K]`` for one or two products, each with the scaling that its slot has for it: in one pass where they
-    are equal."""
+    """Cast x ``[M, K]`` for one or two products, each with the scaling that the slot has for it. If both scalings are
+    equal, this takes one pass."""
     scaling = slot.rows if slot.rows is slot.columns else slot.scaling_of(want)
     if scaling is not None:
         return scaling.as_multiplied(scaling.cast(x, slot, want))
@@ -57,14 +57,14 @@ def cast(x: Source, slot: Slot, want: Want) -> Cast:
 
 
 def _cast_apart(slot: Slot, want: Want, make: Callable[[Scaling, Want], Cast]) -> Cast:
-    """Each layout with a scaling of its own. The first one records, and counts."""
+    """Cast each layout with its own scaling. Only the first cast records and counts."""
     columns = slot.columns.as_multiplied(make(slot.columns, want._replace(rows=False, sums=False)))
     rows = slot.rows.as_multiplied(make(slot.rows, want._replace(columns=False)))
     return rows._replace(columns=columns.columns)
 
 
 def cast_pair(pair: Computed, slots: Sequence[Slot], want: Want, sums: Sequence[bool]) -> list[Cast]:
-    """The casts of the gradients of gate and up: in one launch where there is a kernel that does both."""
+    """The casts of the gradients of gate and up; in one launch if a kernel makes both."""
     scaling, other = (slot.scaling_of(_BOTH) for slot in slots)
     if scaling is not None and scaling == other:
         return [*map(scaling.as_multiplied, scaling.cast_pair(pair, slots, want, sums))]
@@ -73,7 +73,7 @@ def cast_pair(pair: Computed, slots: Sequence[Slot], want: Want, sums: Sequence[
 
 
 def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
-    """The cast of a weight ``[N, K]`` by what it holds now, for fprop and dgrad."""
+    """The cast of a weight ``[N, K]`` for fprop and dgrad, scaled by its current values."""
     scaling = slot.scaling_of(want)
     if scaling is not None:
         return scaling.as_multiplied(scaling.cast_weight(w, slot, want))
@@ -83,7 +83,7 @@ def cast_weight(w: Tensor, slot: Slot, want: Want) -> Cast:
 def cast_weights(
     weights: Sequence[Tensor], slots: Sequence[Slot], out: Sequence[Cast | None], want: Want
 ) -> list[Cast]:
-    """The same of many, whose slots have the same scalings: together, if there is one scaling, and a kernel."""
+    """The same for many weights whose slots have the same scalings; together if both layouts share a scaling."""
     scaling = slots[0].scaling_of(_BOTH)
     if scaling is None:
         return [cast_weight(weight, slot, want) for weight, slot in zip(weights, slots, strict=True)]
@@ -91,7 +91,7 @@ def cast_weights(
 
 
 def sides_of_weight(w: Tensor, kept: Cast | None, slot: Slot, want: Want) -> Cast:
-    """The operands of a weight ``[N, K]``: those in FP8 are of its kept cast, the others are made of it now."""
+    """The operands of a weight ``[N, K]``: FP8 operands come from its kept cast, the others are made now."""
     sides = []
     for side, scaling, is_wanted, turned in (
         (kept and kept.rows, slot.rows, want.rows, False),
@@ -105,7 +105,7 @@ def sides_of_weight(w: Tensor, kept: Cast | None, slot: Slot, want: Want) -> Cas
 
 
 def cast_groups(x: Tensor, slot: Slot, groups: Groups, want: Want) -> Cast:
-    """The same of groups of rows: x ``[T, K]``."""
+    """The same for groups of rows: x ``[T, K]``."""
     scaling = slot.scaling_of(want)
     if scaling is not None:
         return scaling.cast_groups(x, slot, groups, want)

@@ -61,8 +61,8 @@ class Recipe(ABC):
 
     Attributes:
         precision: the string from which Lightning makes a plugin with this recipe and its defaults.
-        from_history: in training, inputs and gradients are cast with the scale of their past values, which a checkpoint
-            holds; else with that of their own values, and checkpoints hold no histories.
+        from_history: whether, in training, inputs and gradients are cast with scales of their past values, which
+            checkpoints hold. Otherwise they are cast by their own values, and checkpoints hold no histories.
         fprop, dgrad, wgrad: the precision of each of the three products: output, gradient of the input, gradient of
             the weight. ``"bf16"`` stands for the dtype of the output, which is fp32 for an fp32 input without autocast;
             the operands of such a product are rounded to that dtype and not cast to FP8. Keyword-only.
@@ -106,7 +106,7 @@ class Recipe(ABC):
 
     @property
     def window(self) -> int:
-        """How many updates' amaxes are kept, the newest first."""
+        """The number of updates whose amaxes are kept, newest first."""
         return 1
 
     @property
@@ -121,7 +121,8 @@ class Recipe(ABC):
 
     @property
     def precisions(self) -> dict[str, bool]:
-        """What layers can run in with scales of this layout: whether by their own values in place of histories."""
+        """The precisions that layers can run in with scales of this layout; for each, whether it is a move to current
+        scaling."""
         return {"fp8": False, self.precision: False}
 
     def processes(self) -> tuple[int, int]:
@@ -157,7 +158,7 @@ class Recipe(ABC):
             raise ValueError(message)
 
     def require_precision(self, precision: str) -> None:
-        """ValueError for a run in another precision than that of the model."""
+        """ValueError if a run has another precision than the model."""
         if self.precision != precision:
             raise ValueError(
                 f"The model is already converted with {self}, but this run has precision={precision!r}."
@@ -194,7 +195,7 @@ def is_int(value: Any) -> bool:
 
 
 def check_recipe(recipe: Any) -> None:
-    """TypeError for anything else than a recipe."""
+    """TypeError for anything but a recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"`recipe` must be {names_of_recipes()}, or the precision string of one, got {type(recipe).__name__}:"

@@ -18,8 +18,8 @@ from lightning_fp8.scalings.per_tensor import PerTensor
 
 
 def shapes_of_scales(n: int, k: int, in_e8m0: bool) -> list[tuple[tuple[int, ...], Scaling]]:
-    """Each shape that the scales of a weight ``[N, K]`` may have, ``float32`` or E8M0, with its scaling; of equal ones
-    the first counts."""
+    """Each shape that the scales of a weight ``[N, K]`` may have, ``float32`` or E8M0, with its scaling. If a shape
+    occurs twice, the first one counts."""
     if in_e8m0:
         down, across = (-(-size // e8m0.BLOCK) for size in (n, k))
         return [((n, across), MX()), ((down, across), MX(squares=True))]

@@ -17,7 +17,7 @@ from lightning_fp8.scalings.operand import Cast, Operand, Slot, Source, Want, va
 
 @dataclass(frozen=True)
 class Unscaled(OneScale):
-    """The values themselves, rounded to the dtype of the output. Nothing is recorded: no scale follows."""
+    """The values themselves, rounded to the dtype of the output. Nothing is recorded, as there are no scales."""
 
     kind: ClassVar[str] = "unscaled"
     is_fp8: ClassVar[bool] = False

@@ -1,1 +1,1 @@
-"""FP8 safetensors, as vLLM and transformers read them, and back."""
+"""Writes FP8 safetensors that vLLM and transformers read, and reads such files."""

@@ -22,7 +22,7 @@ from lightning_fp8.serialization.tensors import SCALE_RULE, Scales, joined, list
 from lightning_fp8.serialization.values import NAN_CODE, Scale
 
 Tensors = Mapping[str, Tensor]
-# what is wrong, and the names of the tensors with which it is
+# what is wrong, and the names of the affected tensors
 Misfits = Iterator[tuple[str, Iterable[str]]]
 _LOST = "do not keep the values of the file in the model's dtype (call `model.float()` first)"
 # a layer, what it becomes, and its name for a GEMM
@@ -30,14 +30,14 @@ Product = tuple[nn.Module, type[Fp8Module], str]
 
 
 def refuse(file: Path, misfits: Misfits) -> None:
-    """ValueError for the first misfit of which there are any tensors; those after it may depend on it."""
+    """ValueError for the first misfit that has tensors; later misfits may be consequences of it."""
     for misfit, names in misfits:
         if wrong := list(names):
             raise ValueError(f"load_exported: {file}: tensors that {misfit}: {listed(wrong)}.")
 
 
 def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping[str, str]) -> Misfits:
-    """Each FP8 weight is in E4M3 and has scales of the right shapes; so has its input, unless scaled by its values."""
+    """Each FP8 weight is in E4M3, and it and its input have scales of the right shapes; dynamic inputs have none."""
     in_fp8 = {name: entry.shape for name, entry in stored.items() if entry.dtype == E4M3.dtype}
     in_fp8 |= {twin: in_fp8[name] for twin, name in twins.items()}
     other_formats = (
@@ -52,7 +52,7 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping
         there = (name for name in inputs if name in stored)
         yield "are static scales, where the config has dynamic ones", there
     yield (
-        f"lack their scales as {scheme.in_words}",
+        f"lack scales in the form of {scheme.in_words}",
         (
             _described(scheme.scale_of(name), stored)
             for name, shape in in_fp8.items()
@@ -62,7 +62,7 @@ def misfits_of_file(stored: Mapping[str, Stored], scheme: Scheme, twins: Mapping
     )
     if scheme.static:
         wrong = (name for name in inputs if not _is_number(stored, name) or stored[name].shape not in ((), (1,)))
-        yield "lack their scales as single numbers", (_described(name, stored) for name in wrong)
+        yield "lack scales in the form of single numbers", (_described(name, stored) for name in wrong)
 
 
 def _is_number(stored: Mapping[str, Stored], name: str) -> bool:
@@ -80,14 +80,14 @@ def _described(name: str, stored: Mapping[str, Stored]) -> str:
 
 
 def misfits_of_scales(scales: Tensors, in_e8m0: bool) -> Misfits:
-    """Each scale is a valid number; those in E8M0 are given as codes."""
+    """Each scale is a valid number. E8M0 scales are given as codes."""
 
     def is_valid(scale: Tensor) -> Tensor:
         return scale != e8m0.NAN if in_e8m0 else (scale >= 2.0**-118) & (scale <= 2.0**118)
 
     rule = f"a number from 2**-127 to 2**127, not the code {e8m0.NAN}, NaN" if in_e8m0 else SCALE_RULE
     yield (
-        f"are scales, each of which must be {rule}",
+        f"are invalid scales; each must be {rule}",
         (f"{name} ({scale[~good][0].item()})" for name, scale in scales.items() if not (good := is_valid(scale)).all()),
     )
 
@@ -170,9 +170,9 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def products_of(model: nn.Module, plain: Sequence[str]) -> dict[str, Product]:
-    """The GEMMs of the layers that are converted if those that ``plain`` matches are left out, see :func:`gemm_key`.
+    """The GEMMs of layers to convert, without layers that ``plain`` matches, by :func:`gemm_key`.
 
-    A shared layer has them under each of its names.
+    A shared layer has its GEMMs under each of its names.
     """
     kinds = {spec.layer: kind for spec, kind in conversion_plan(model, plain, min_features=0).chosen}
     return {
@@ -184,7 +184,7 @@ def products_of(model: nn.Module, plain: Sequence[str]) -> dict[str, Product]:
 
 
 def gemm_key(path: str, kind: type[Fp8Module], gemm: str) -> str:
-    """Name of a GEMM's weight; ``<parameter>.<expert>`` where the parameter holds those of several experts."""
+    """Name of a GEMM's weight; ``<parameter>.<expert>`` if the parameter holds the weights of several experts."""
     return joined(path, gemm) if kind.weights_are_stacked else weight_name(path, gemm)
 
 
@@ -223,7 +223,7 @@ def misfits_of_codes(
 
 
 def misfits_of_merges(source: Source, in_fp8: Collection[str], products: Mapping[str, Product]) -> Misfits:
-    """The scales of a weight's parts are those of the weight, without rounding its codes again."""
+    """The scales of a weight's parts can form scales of the whole weight, without rounding its codes again."""
     by_target = source.placed.by_target
     rows = [parameter_of(key, product) for key, product in products.items() if product[1].weight_is_k_by_n]
     yield (
@@ -237,7 +237,7 @@ def misfits_of_merges(source: Source, in_fp8: Collection[str], products: Mapping
 
 
 def misfits_of_values(source: Source, own: Tensors, lost: Sequence[str]) -> Misfits:
-    """In the model's dtypes, weights keep their values, and tied ones have the same."""
+    """Weights keep their values in the model's dtypes, and tied weights have the same values."""
     yield _LOST, lost
     first: dict[object, str] = {}
     yield (

@@ -1,4 +1,4 @@
-"""``config.json`` of an exported model: how its weights are quantized, in vLLM's terms, and which layers are not.
+"""``config.json`` of an exported model: how its weights are quantized, in vLLM's terms, and which layers stay plain.
 
 Source: vllm-project/vllm, ``model_executor/layers/quantization/fp8.py``, ``Fp8Config.from_config`` and, for
 ``ignored_layers`` (whole module paths), ``utils/quant_utils.py``, ``is_layer_skipped``. Hugging Face's
@@ -25,14 +25,14 @@ def config_of(model: nn.Module, dtype: torch.dtype | None, quantization: dict[st
 
     Args:
         model: the converted model.
-        dtype: of the weights that are not in FP8; None if they keep the dtype in which they are stored.
-        quantization: how those in FP8 are quantized.
+        dtype: the dtype of the weights that are not in FP8; None if they keep the dtype in which they are stored.
+        quantization: how the FP8 weights are quantized.
     """
     root = without_wrappers(model)
     to_dict = getattr(getattr(root, "config", None), "to_dict", None)
     config: dict[str, Any] = to_dict() if callable(to_dict) else {}
     if "architectures" in config:
-        # not set in a model that was never loaded or saved
+        # unset if the model was never loaded or saved
         config["architectures"] = config["architectures"] or [type(root).__name__]
     if dtype is not None:
         config.update({key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in config})
@@ -40,7 +40,7 @@ def config_of(model: nn.Module, dtype: torch.dtype | None, quantization: dict[st
 
 
 def output_embedding(model: nn.Module) -> set[str]:
-    """Name of the weight of a Hugging Face model's output embedding; empty where there is none."""
+    """Name of the weight of a Hugging Face model's output embedding; empty if there is none."""
     getter = getattr(without_wrappers(model), "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     return {joined(path, "weight") for path, layer in named_modules(model) if head is not None and layer is head}

@@ -1,4 +1,4 @@
-"""Gives a model the tensors of a checkpoint: codes and scales as they are, or values in the model's dtypes."""
+"""Fills a model with the tensors of a checkpoint: codes and scales as they are, or values in the model's dtypes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Source:
         config: the content of ``config.json``, with its ``quantization_config``.
         scheme: how its weights are quantized.
         placed: where its tensors are in the model.
-        scales: of its FP8 weights, by name.
-        inputs: the stored scales of their inputs, and any of a cache, by name; unchanged.
-        exact: of an export of this package, the multipliers of all GEMMs, by the name of the weight.
-        twins: names under which the file has scales of a weight once more, as of one that is tied, each with the name
+        scales: the scales of its FP8 weights, by name.
+        inputs: the stored scales of their inputs, and of a cache if there is one, by name; unchanged.
+        exact: for an export of this package, the multipliers of all GEMMs, by the name of the weight.
+        twins: further names under which the file repeats the scales of a weight, such as a tied one; each with the name
             of the weight.
     """
 
@@ -59,7 +59,7 @@ class Source:
         return self.shards.path
 
     def recipe(self) -> Recipe:
-        """The recipe that scales weights and inputs alike, or most nearly: in powers of two if all blocks are."""
+        """The recipe that matches the scaling of weights and inputs best; in powers of two if all blocks are."""
         kind = self.scheme.recipe
         if kind is BlockScaling:
             return BlockScaling(power_of_2_scales=all(scale.is_power_of_2 for scale in self.scales.values()))
@@ -71,11 +71,11 @@ class Source:
         return None if scales is None else amax_of_scale(scales.weight)
 
     def values(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the checkpoint; for codes, the values in fp32."""
+        """The values of a tensor of the checkpoint; in fp32 if it holds codes."""
         return self.scales[name].dequantized(tensor, self.amax(name)) if name in self.scales else tensor
 
     def scale_of(self, target: str) -> Scale | None:
-        """The scale of a weight of the model; None if its parts have none together."""
+        """The scale of a weight of the model; None if its parts have no common scale."""
         pieces = self.placed.by_target[target]
         shapes = [self.shards.stored[piece.name].shape for piece in pieces]
         return scale_of_pieces(pieces, [self.scales[part.name] for part in pieces], shapes, self.placed.shapes[target])
@@ -114,7 +114,7 @@ def fill(model: nn.Module, source: Source, kept: Mapping[str, list[Gemm]], devic
     """
     pieces = source.placed.by_name
     left = Counter(piece.target for piece in source.placed.pieces)
-    # of those that are put together before they are given to the model
+    # tensors to be put together before the model gets them
     parts: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         own = _with_memory(model, kept, devices)
@@ -159,9 +159,9 @@ def _with_memory(model: nn.Module, kept: Collection[str], devices: Mapping[str, 
 
 def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: list[Gemm]) -> None:
     """Replace a weight by one that is kept in FP8 only."""
-    # a weight without a scale of its own has been refused
+    # earlier checks have refused weights without their own scale
     scale = cast(Scale, source.scale_of(target))
-    # in which it was stored, in order to be written as it was
+    # the stored dtype, so that it can be written back unchanged
     dtype = source.shards.stored[source.scheme.scale_of(source.placed.by_target[target][0].name)].dtype
     values = scale.values[..., 0, 0] if scale.kind == "tensor" else scale.values
     first, scale_inv = gemms[0], values.to(codes.device, dtype)
@@ -172,14 +172,14 @@ def _keep(source: Source, target: str, former: Tensor, codes: Tensor, gemms: lis
 
 
 def _dtype(model: nn.Module, name: str, tensor: Tensor) -> torch.dtype:
-    """The dtype of a tensor on the meta device; fp32 where the class of a transformers model requires it."""
+    """The dtype of a tensor on the meta device; fp32 if the class of a transformers model requires it."""
     in_fp32 = getattr(without_wrappers(model), "_keep_in_fp32_modules_strict", None) or ()
     is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_narrow and any(part in name for part in in_fp32) else tensor.dtype
 
 
 def _place(tensor: Tensor) -> torch.device:
-    """Where a tensor is, or where one on the meta device will be."""
+    """The device of a tensor, or the future device if it is on the meta device."""
     default = torch.get_default_device()
     return tensor.device if not tensor.is_meta else default if default.type != "meta" else torch.device("cpu")
 
@@ -198,10 +198,10 @@ def _replace(model: nn.Module, new: Mapping[int, Tensor]) -> None:
 
 
 def missing_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Values for the buffers on the meta device that no file holds, as the initialisation of transformers makes them.
+    """Values for the buffers on the meta device that no file holds, made by the initialisation of transformers.
 
     Raises:
-        ValueError: if it does not make them all; the message names those and the remedy.
+        ValueError: if it does not make them all; the message names the missing buffers and the remedy.
     """
     buffers: list[tuple[nn.Module, str, Tensor]] = []
     failed: list[str] = []
@@ -235,7 +235,7 @@ def missing_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def _unset(buffer: Tensor) -> float:
-    """A value that no initialisation gives a buffer."""
+    """A value that no initialisation would give to a buffer."""
     if buffer.dtype == torch.bool:
         return 0
     return float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
@@ -245,7 +245,7 @@ def _initialisers(model: nn.Module) -> dict[nn.Module, Any]:
     """The function by which transformers initialises each module of its models."""
     modeling = sys.modules.get("transformers.modeling_utils")
     parents: Iterable[nn.Module] = model.modules() if modeling is not None else ()
-    # of the innermost model, which comes last
+    # from the innermost model, which comes last
     return {
         part: parent._init_weights
         for parent in parents

@@ -1,4 +1,4 @@
-"""Loads a model with FP8 weights: exports of this package and the checkpoints that others publish."""
+"""Loads FP8 weights into a model, from exports of this package or from published checkpoints."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from lightning_fp8.serialization.shards import Shards
 from lightning_fp8.serialization.tensors import amax_of_scale, from_metadata, joined, listed, state_tensors, tied_to
 from lightning_fp8.serialization.values import Scale
 
-# of the models whose FP8 weights are those of a checkpoint
+# the checkpoints of models that hold the FP8 weights of one
 _sources: WeakKeyDictionary[nn.Module, Source] = WeakKeyDictionary()
 
 
 @as_torch_starts()
 def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: bool = False) -> nn.Module:
-    """Load FP8 weights into a model of the same architecture: an export, or a checkpoint that others publish.
+    """Load FP8 weights into a model of the same architecture, from an export or from a published checkpoint.
 
     The folder has a ``config.json`` and either ``model.safetensors`` or several such files with their index.
-    :mod:`lightning_fp8.serialization.layouts` has the quantizations that are read: one scale for each tensor, row, or
-    block of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. The
-    layers whose weights are FP8 in the file are converted, and only these. Tensors are read one by one, so a model on
-    the meta device takes no memory but its own.
+    :mod:`lightning_fp8.serialization.layouts` lists the supported quantizations: one scale for each tensor, row, or
+    block of 128 x 128, as ``fp8``, ``compressed-tensors`` or ``modelopt``; and MXFP8, as ``compressed-tensors``. Only
+    layers with FP8 weights in the file are converted. Tensors are read one by one, so a model on the meta device takes
+    only its own memory.
 
     With ``frozen=True`` the model is a base for adapters: FP8 weights keep their codes and scales, one byte per
     parameter, and no parameter is trained. Otherwise an FP8 weight becomes ``code * scale``, computed in fp32, in the
@@ -70,17 +70,17 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     A plain model is converted with the recipe that fits the file: :class:`~lightning_fp8.BlockScaling` for blocks, with
     ``power_of_2_scales`` if all their scales are powers of two, :class:`~lightning_fp8.MXScaling` for MXFP8, else
     :class:`~lightning_fp8.DelayedScaling` if inputs have static scales, else :class:`~lightning_fp8.CurrentScaling`. A
-    converted one must have a recipe that fits; with ``frozen=True``, it may have any. The scale of an input becomes a
-    history of one entry, from which training may continue.
+    converted model must have a recipe that fits; with ``frozen=True``, it may have any. The scale of an input becomes a
+    history with one entry, from which training may continue.
 
-    An export of this package gives the outputs that the exported model had in ``eval()``, bit for bit, if it was
-    exported in its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with
-    the scales of its own values. These give the codes of the file, except where the codes do not reach 448, or the
-    file has a scale for each row: such weights are rounded a second time, with a warning.
+    A loaded export has the same outputs, bit for bit, as the exported model had in ``eval()``, if it was exported in
+    its own dtypes; layers that had fallen back fall back again. Without ``frozen``, a weight is cast with the scales of
+    its own values. This gives the codes of the file, unless the codes do not reach 448, or the file has a scale for
+    each row: such weights are rounded a second time, with a warning.
 
-    Names of a transformers model may be those of its published files, in which experts and projections are separate;
-    they are merged by transformers' own rules. Layers that the class of the model leaves out are left out, and so
-    are the scales of an FP8 cache.
+    For a transformers model, the file may use the names of published files, in which experts and projections are
+    separate; they are merged by transformers' own rules. Skips layers that the class of the model leaves out, and the
+    scales of an FP8 cache.
 
     Args:
         model: plain or converted. Parameters on the meta device, and buffers, get memory on torch's default device.
@@ -95,7 +95,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
         FileNotFoundError: if the folder holds no model.
         ValueError: for another quantization, a damaged file, a file outside of the folder, scales outside of 2**-118
             to 2**118, tensors that are missing, unexpected, or of another shape, layers that cannot run in FP8 here,
-            with ``frozen=True`` merged weights whose scales have no common form, or buffers on the meta device that
+            merged weights whose scales have no common form (with ``frozen=True``), or buffers on the meta device that
             nothing initialises; the message names them and the file.
         TypeError: if a layer that ran in FP8 has parameters that are not fp32, bf16 or fp16, or the model's
             ``state_dict`` holds sharded tensors or entries that are not tensors.
@@ -108,7 +108,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     file = source.path
     targets = source.placed.by_target.items()
     in_fp8 = dict.fromkeys(target for target, pieces in targets if pieces[0].name in source.scales)
-    # with the other names of those that are tied
+    # with the other names of tied weights
     all_in_fp8 = {*in_fp8, *tied_to(in_fp8, own)}
     plan = conversion_plan(model, default=source.recipe)
     recipe = plan.config.recipe
@@ -124,7 +124,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
         refuse(file, misfits_of_merges(source, in_fp8, products))
     again = _check_values(source, own, recipe, frozen)
     buffers = missing_buffers(model)
-    # from here on, nothing can fail that depends on the file
+    # from here on, no error can depend on the file
     devices: Mapping[str, torch.device] = {}
     if frozen:
         model.requires_grad_(False)
@@ -132,7 +132,7 @@ def load_exported(model: nn.Module, path: str | os.PathLike[str], *, frozen: boo
     convert(model, recipe, plain, min_features=0, frozen_weights=frozen_weights)
     kept_gemms = _kept(products, devices)
     fill(model, source, kept_gemms, devices)
-    # it was made while weights were on the meta device
+    # the state was made while weights were on the meta device
     scaling_state(model).to(conversion_plan(model).device)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
@@ -159,8 +159,8 @@ def source_of(model: nn.Module) -> Source | None:
 
 
 def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
-    """All that is known without reading weights, checked."""
-    # first, so that a folder without a model is named as such
+    """Everything that is known without reading weights, checked."""
+    # first, so that the error for a folder without a model says so
     config_file, config = config_read(folder)
     scheme_of(config_file, config["quantization_config"], ())
     shards = Shards(folder)
@@ -205,7 +205,7 @@ def _read(folder: Path, model: nn.Module, own: Mapping[str, Tensor]) -> Source:
 
 
 def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
-    """ValueError for a recipe that would not compute what the checkpoint means."""
+    """ValueError for a recipe that does not match the checkpoint's scaling."""
     in_blocks = scheme.in_e8m0 or "block" in scheme.kinds
     kind = recipe.scaling("weight").file_kind
     fits = (kind != "tensor") == in_blocks and (recipe.from_history or in_blocks or not scheme.static)
@@ -220,7 +220,7 @@ def _check_recipe(recipe: Recipe, scheme: Scheme, file: Path) -> None:
 
 
 def _plain_layers(model: nn.Module, layers: Sequence[PlannedLayer], weights: Collection[str]) -> list[str]:
-    """Patterns of the layers that hold none of these weights, and stay plain."""
+    """Patterns for the layers that stay plain, because they hold none of these weights."""
     chosen = {
         layer
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -237,11 +237,11 @@ def _inputs(
     products: Mapping[str, Product],
     recipe: Recipe,
 ) -> dict[str, Tensor | None]:
-    """By GEMM, the multiplier of its input before the cast, ``[] float32``; None if its own values scale it."""
+    """For each GEMM, the multiplier of its input before the cast, ``[] float32``; None for scaling by own values."""
     if source.exact:
         return {name: scales and scales.input for name, scales in source.exact.items()}
     if not (source.scheme.static and recipe.from_history):
-        # those that no layer has, under their own names
+        # weights without a layer keep their own names
         targets = {key: parameter_of(key, product) for key, product in products.items()}
         keys = [key for key, target in targets.items() if target in all_in_fp8]
         return dict.fromkeys([*keys, *(target for target in in_fp8 if target not in targets.values())])
@@ -274,7 +274,7 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
     """Read all codes once, and refuse those that the model cannot hold.
 
     Returns:
-        The weights that would be cast to other codes, were they cast here.
+        The weights whose codes would change in a cast here.
     """
     largest: dict[str, Tensor] = {}
     lost: list[str] = []
@@ -294,14 +294,14 @@ def _check_values(source: Source, own: Mapping[str, Tensor], recipe: Recipe, fro
 
 
 def _is_rounded(source: Source, target: str, recipe: Recipe, largest: Mapping[str, Tensor]) -> bool:
-    """Whether a cast of the weight with the scales of its own values has other codes than the file."""
+    """Whether a cast of the weight with the scales of its own values gives codes that differ from the file's."""
     scale = source.scale_of(target)
     if scale is None:
         return True
     matrices: dict[object, Tensor] = {}
     for piece in source.placed.by_target[target]:
         codes = largest[piece.name]
-        # with one scale for a matrix, one of its parts has its largest value
+        # if a matrix has one scale, the largest value is in one of its parts
         expert = piece.at[0] if isinstance(piece.at[0], int) else None
         matrix = expert if scale.kind == "tensor" else piece.name
         matrices[matrix] = torch.maximum(matrices[matrix], codes) if matrix in matrices else codes
@@ -327,7 +327,7 @@ def _set_scales(model: nn.Module, inputs: Mapping[str, Tensor | None], fallen: C
     for path, layer in model.named_modules(remove_duplicate=False):
         for gemm, fp8_gemm in layer.fp8.items() if isinstance(layer, Fp8Module) else ():
             key, name = gemm_key(plain_path(path), type(layer), gemm), tensor_name(fp8_gemm.name, "input")
-            # an attention is converted as a whole: its projections that are not FP8 fall back
+            # an attention is converted as a whole: its projections without FP8 weights fall back
             if key in inputs and key not in fallen:
                 scale, history = inputs[key], entries[name].get("amax_history")
                 if scale is not None and history is not None:

@@ -1,8 +1,8 @@
-"""Where the tensors of a checkpoint are in a model: under the same names, or as transformers 5 renames and merges them.
+"""Maps tensors of a checkpoint to a model: under the same names, or as transformers 5 renames and merges them.
 
 The rules of transformers are transforms, ``conversion_mapping.get_model_conversion_mapping``. A tensor of a file is a
-part of a tensor of the model, or the other way round, so each rule becomes pairs of slices. They hold in both
-directions: a writer finds in them the tensors of the file.
+part of a tensor of the model, or the other way round, so each rule becomes pairs of slices. The pairs work in both
+directions: a writer uses them to find the tensors of the file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import nn
 from lightning_fp8.modules.paths import without_wrappers
 
 Shape = tuple[int, ...]
-# of each dimension, a slice; or an index of a dimension that the other tensor does not have
+# for each dimension, a slice; or an index if the other tensor lacks the dimension
 Index = tuple[int | slice, ...]
 
 
 class Piece(NamedTuple):
-    """A part of a tensor of a file that is a part of a tensor of the model: ``model[at] = file[of]``.
+    """A part of a file's tensor that is a part of a model's tensor: ``model[at] = file[of]``.
 
     Attributes:
-        name: of the tensor in the file.
-        of: which part of it.
+        name: name of the tensor in the file.
+        of: the part of the file's tensor.
         target: name of the tensor in the model.
-        at: which part of it.
+        at: the part of the model's tensor.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Placed:
     """Where the tensors of a file are in a model.
 
     Attributes:
-        pieces: in the order of the file.
-        shapes: of the model's tensors, as the file has them.
-        lacking: names that the file should have besides those it has.
-        twice: tensors that are the same one of the model.
-        unmerged: tensors that a rule is for and that cannot be put together as it says, with the reason.
-        left_out: tensors for which the class of the model has no use, such as layers for another purpose.
+        pieces: the pieces, in the order of the file.
+        shapes: the shapes of the model's tensors according to the file.
+        lacking: names that the file should have but lacks.
+        twice: tensors of the file that are the same tensor of the model.
+        unmerged: tensors to which a rule applies but that cannot be put together by it, with the reason.
+        left_out: tensors that the class of the model does not use, such as layers for another purpose.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Placed:
 
     @cached_property
     def by_target(self) -> dict[str, list[Piece]]:
-        """The pieces of each tensor of the model, once all are known."""
+        """The pieces of each tensor of the model; use it once all pieces are known."""
         pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             pieces.setdefault(piece.target, []).append(piece)
@@ -70,14 +70,14 @@ class Placed:
 
     @cached_property
     def by_name(self) -> dict[str, list[Piece]]:
-        """The pieces of each tensor of the file, once all are known."""
+        """The pieces of each tensor of the file; use it once all pieces are known."""
         pieces: dict[str, list[Piece]] = {}
         for piece in self.pieces:
             pieces.setdefault(piece.name, []).append(piece)
         return pieces
 
     def add(self, name: str, target: str, shape: Shape, of: Index | None = None) -> None:
-        """A tensor of a file, or a part of one, that is a tensor of the model."""
+        """Add a tensor of a file, or a part of one, that is a whole tensor of the model."""
         if target in self.shapes:
             self.twice.append(f"{name} ({target})")
         else:
@@ -111,7 +111,7 @@ def placed(model: nn.Module, own: Mapping[str, Shape], stored: Mapping[str, Shap
         if target not in own and (rules.leaves_out(name) or rules.leaves_out(target)):
             result.left_out.add(name)
         elif pattern is None or target not in own:
-            # one that the model lacks is found under its own name
+            # a tensor that the model lacks is reported under its own name
             result.add(name, target if target in own else name, shape)
         else:
             merged.setdefault(target, {}).setdefault(pattern, []).append(name)
@@ -133,7 +133,7 @@ class _Rules:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         left_out = list(root._keys_to_ignore_on_load_unexpected or ())
-        # buffers that files had once, which `from_pretrained` leaves out too
+        # buffers that older files have; `from_pretrained` leaves them out too
         buffers = [name for name, _ in root.named_buffers()]
         kinds = ("rotary_emb.inv_freq", "position_ids")
         former = [kind for kind in kinds if any(name.endswith(kind) for name in buffers)]
@@ -145,18 +145,18 @@ class _Rules:
         return any(pattern.search(name) for pattern in self._left_out)
 
     def place_of(self, name: str) -> tuple[str, str | None]:
-        """The tensor of the model that a tensor belongs to; and the pattern of the rule that merges or splits it."""
+        """The model's tensor to which a file's tensor belongs, and the pattern of the rule that merges or splits it."""
         prefix = self.root.base_model_prefix
         target, pattern = self._rename(name, self._renamings, self._converters, prefix, self.own)
         if target not in self.own and self._rename(name, [], [], prefix, self.own)[0] in self.own:
-            # as `from_pretrained`: a rule for files with other names
+            # like `from_pretrained`: a rule for files with other names
             target, pattern = self._rename(name, [], [], prefix, self.own)
         return target, pattern
 
     def merge(
         self, target: str, by_pattern: Mapping[str, list[str]], stored: Mapping[str, Shape], result: Placed
     ) -> None:
-        """Add the pieces of tensors that one rule puts together, or of the tensor that it splits."""
+        """Add the pieces of the tensors that a rule merges, or of the tensor that it splits."""
         rule = self._by_pattern[next(iter(by_pattern))]
         kinds = [type(operation).__name__ for operation in rule.operations]
         names = [name for matches in by_pattern.values() for name in matches]
@@ -188,7 +188,7 @@ class _Rules:
         result.pieces += [Piece(name, whole(shape), target, at) for name, shape, at in tensor.parts]
 
     def _by_number(self, pattern: str, names: list[str], count: int, result: Placed) -> list[str]:
-        """The names by the number that each has in place of the pattern's ``*``; notes those that are not there."""
+        """The names sorted by the number in place of the pattern's ``*``; notes missing names."""
         by_number: dict[int, str] = {}
         around = ("", "")
         for name in names:
@@ -208,7 +208,7 @@ class _Rules:
         return [by_number[number] for number in sorted(by_number)]
 
     def _split(self, name: str, target: str, rule: Any, shape: Shape, result: Placed) -> None:
-        """A file's tensor that is several of the model: of equal sizes, or of those that these have."""
+        """Split a file's tensor into several of the model: into equal sizes, or into the sizes that these have."""
         dim = rule.operations[0].dim
         targets = [target.replace(rule.target_patterns[0], other) for other in rule.target_patterns]
         sizes = [self.own[key][dim] for key in targets if key in self.own]

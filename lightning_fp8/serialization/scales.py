@@ -1,4 +1,4 @@
-"""The scales that an export writes: which weights have some, and which are written as they are."""
+"""The scales that an export writes: decides which weights are written in FP8, and which stay as they are."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ROLES: tuple[Role, ...] = ("input", "weight")
 
 
 class Plan(NamedTuple):
-    """How a weight goes into a file in FP8. One that is held in FP8 only keeps its codes and scales.
+    """How a weight goes into a file in FP8. A weight that is held in FP8 only keeps its codes and scales.
 
     Attributes:
-        kind: of its scales.
-        weight: if it has one scale that was computed here, its multiplier before the cast, ``[] float32`` on the CPU.
-        input: the same for the layer's input; None if readers scale it by its own values.
-        scaling: of the others.
+        kind: the kind of its scales.
+        weight: for a single scale computed here, the weight's multiplier before the cast, ``[] float32`` on the CPU.
+        input: the multiplier of the layer's input; None if readers scale the input by its own values.
+        scaling: the scaling that computes any other scales.
     """
 
     kind: Kind
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
 
     @property
     def scales(self) -> Scales | None:
-        """The exact scales, for the metadata; None if the weight's are others."""
+        """The exact scales, for the metadata; None unless the weight has a single scale computed here."""
         return None if self.weight is None else Scales(self.weight, self.input)
 
 
 def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Plan | None]:
-    """How the weights of all converted GEMMs go into the file; None where fprop is not in FP8."""
+    """How the weights of all converted GEMMs go into the file; None if fprop is not in FP8."""
     gemms = converted_gemms(model)
     _check_gemms(model, gemms, tensors)
     plans: dict[str, Plan | None] = {}
@@ -65,7 +65,7 @@ def scales_to_write(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str
         if is_held(weight):
             kind = kind_of_held(weight)
             has_scale = kind == "tensor" and weight.content.largest is not None
-        # readers scale inputs by their own values where the scales of weights are for blocks
+        # readers scale inputs by their own values if weights have scales for blocks
         of_input = _input_scale(gemm) if is_static and kind not in ("block", "group") else None
         plans[name] = Plan(kind, _weight_scale(weight) if has_scale else None, of_input, gemm.weight_scaling)
     wrong = [
@@ -98,7 +98,7 @@ def _kind_of(scaling: Scaling) -> Kind:
 
 
 def as_stored(content: Content) -> tuple[Tensor, Tensor]:
-    """The codes of a weight that is held in FP8, in its own shape, and its scales, in the shape of their kind."""
+    """The codes of a weight that is held in FP8, in the weight's shape, and its scales, in the shape of their kind."""
     codes, scale_inv = content.payload, content.scale_inv
     scale_inv = e8m0.of_rows(scale_inv, codes.shape[-2]) if scale_inv.dtype == torch.uint8 else scale_inv
     if not content.k_by_n:
@@ -109,7 +109,8 @@ def as_stored(content: Content) -> tuple[Tensor, Tensor]:
 def quantized(weight: Tensor, plan: Plan) -> Quantized:
     """The codes and scales of a weight, as its file will hold them.
 
-    Zeros have the scale 1: the largest one would have a subnormal reciprocal, which some devices flush to zero.
+    A weight of zeros has the scale 1: the largest scale would have a subnormal reciprocal, which some devices flush to
+    zero.
     """
     of_input = None if plan.input is None else plan.input.reciprocal()
     if is_held(weight):
@@ -134,8 +135,8 @@ def in_whole_blocks(
 ) -> dict[str, Plan | None]:
     """Leave out weights with incomplete blocks, or groups: readers may compute their size from the number of scales.
 
-    Those in ``plain`` are not written in FP8 in any case. A weight that exists in FP8 only keeps its blocks, but not
-    its groups, of which readers of that layout take no incomplete ones.
+    Weights in ``plain`` are not written in FP8 anyway. A weight that exists in FP8 only is written with incomplete
+    blocks, but not with incomplete groups, because readers of that layout do not accept them.
     """
     kinds = {
         name: plan.kind
@@ -167,7 +168,7 @@ def in_whole_blocks(
 
 
 def check_linear(model: nn.Module, names: Collection[str], layout: WritableLayout) -> None:
-    """ValueError for weights in FP8 that the layout's readers would not look for: those of other layers than linear."""
+    """ValueError for FP8 weights of layers other than ``nn.Linear``, if the layout's readers would not find them."""
     linear = {
         joined(plain_path(path), "weight")
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -208,7 +209,7 @@ def _check_formats(gemm: Gemm) -> None:
 
 
 def _have_static_scales(gemms: Mapping[str, Gemm], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether inputs get static scales: a file has those of all layers or, as a warning says, of none."""
+    """Whether inputs get static scales: a file has the scales of all inputs or of none; a warning says if none."""
     state = next(iter(gemms.values())).state
     if not state.recipe.from_history:
         return False

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: their headers, all read and checked at once; and their tensors, file by file."""
+"""Reads the safetensors files of a folder: all headers at once, with checks; then the tensors, file by file."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Shards:
         folder: the folder.
 
     Attributes:
-        stored: by name, what the headers say, file by file.
-        metadata: by file, the metadata of its header.
-        path: for messages, the only file, or the index.
+        stored: what the headers say of each tensor, by name, file by file.
+        metadata: the metadata in the header of each file.
+        path: the only file, or the index; for messages.
 
     Raises:
         FileNotFoundError: if there are no weights.
-        ValueError: for files that are damaged, outside of the folder, pickles, or do not fit the index.
+        ValueError: for files that are damaged, outside of the folder, pickles, or contradict the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,9 +116,9 @@ class Shards:
             raise ValueError(f"load_exported: {file}: tensors that {misfit}: {listed(wrong)}.")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, file by file; each is a view of the file, to be read or copied before the next one.
+        """These tensors, file by file. Each is a view of the file: read or copy it before you take the next one.
 
-        A file is opened anew after each 32 MiB, because what has been read of it is memory of the process until then.
+        A file is reopened after every 32 MiB, because the parts read so far count as memory of the process until then.
         """
         by_file: dict[Path, list[list[str]]] = {}
         left: dict[Path, int] = {}
@@ -144,7 +144,7 @@ def read_json(folder: Path, name: str) -> Any:
     """The content of a JSON file of the folder; None if there is no such file.
 
     Raises:
-        ValueError: if it is outside of the folder, too large, no valid JSON, or names a key twice.
+        ValueError: if it is outside of the folder, too large, not valid JSON, or names a key twice.
     """
     file = folder / name
     if not file.is_file():
@@ -168,7 +168,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _indexed(path: Path, index: Any) -> dict[str, str]:
-    """Name of the file of each tensor, by the index."""
+    """Name of the file of each tensor, according to the index."""
     if index is None:
         return {}
     files = index.get("weight_map") if isinstance(index, dict) else None
@@ -178,7 +178,7 @@ def _indexed(path: Path, index: Any) -> dict[str, str]:
 
 
 def checked_file(folder: Path, name: str, named_by: Path) -> Path:
-    """The path of a file directly in the folder, by a name from a file.
+    """The path of a file directly in the folder, from a name that is read from a file.
 
     Links out of the folder are refused, except those of the cache of Hugging Face, whose snapshots link to its blobs.
 

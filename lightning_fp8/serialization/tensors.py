@@ -23,7 +23,7 @@ from lightning_fp8.scalings.per_tensor import PerTensor
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 _METADATA_KEY = "lightning_fp8.scales"
-# with which the largest code, times a scale or its reciprocal, is a normal number in fp32
+# within this range, the largest code times a scale, or its reciprocal, is a normal number in fp32
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-118, 2.0**118
 SCALE_RULE = "a number from 2**-118 to 2**118"
 
@@ -74,7 +74,7 @@ def joined(*parts: str) -> str:
 def converted_gemms(model: nn.Module) -> dict[str, Gemm]:
     """Each converted GEMM by the name of its weight; a shared layer appears under each of its names.
 
-    Not those of experts: the layout has one scale for each tensor, and their parameters hold many weights.
+    Skips experts: the layout has one scale for each tensor, and their parameters hold many weights.
     """
     return {
         weight_name(plain_path(path), name): gemm
@@ -122,7 +122,7 @@ def memory_of(tensor: Tensor) -> Hashable:
 
 
 def tied_to(names: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The other names of these tensors of a model, as of tied weights, each with that for which it stands."""
+    """Further names of these tensors in a model, as of tied weights; each with the name in ``names``."""
     first = {memory_of(tensors[name]): name for name in names if name in tensors}
     others = {name: memory_of(tensor) for name, tensor in tensors.items() if name not in names}
     return {name: first[memory] for name, memory in others.items() if memory in first}

@@ -1,6 +1,6 @@
 """Codes and their scales: values, the scales of parts of a weight, and the largest codes.
 
-``[E, N, K]`` stands for a weight ``[N, K]`` too, then without E. A scale is ``[E, rows, columns]``, see
+Shapes ``[E, N, K]`` also cover a weight ``[N, K]``, which has no E. A scale is ``[E, rows, columns]``, see
 :func:`~lightning_fp8.serialization.layouts.base.grid_of`: multipliers of codes in ``float32``, or in E8M0 ``uint8``.
 """
 
@@ -19,7 +19,7 @@ from lightning_fp8.ops.formats import E4M3
 from lightning_fp8.serialization.layouts.base import SIDES, Kind, grid_of
 from lightning_fp8.serialization.names import Index, Piece, Shape
 
-# with which the smallest code is a normal number in bf16
+# from this scale on, the smallest code is a normal number in bf16
 _NORMAL = 2.0**-117
 # the bits of a code without its sign
 _MAGNITUDE = 0x7F
@@ -34,7 +34,7 @@ class Scale(NamedTuple):
 
     @staticmethod
     def of(kind: Kind, weight: Shape, stored: Tensor) -> Scale:
-        """A scale as a file has it, for a weight of this shape."""
+        """A scale in the form that a file has, for a weight of this shape."""
         return Scale(kind, (stored if kind == "group" else stored.to(torch.float32)).reshape(grid_of(kind, weight)))
 
     @property
@@ -48,17 +48,17 @@ class Scale(NamedTuple):
         return bool((self.numbers.frexp().mantissa == 0.5).all())
 
     def dequantized(self, codes: Tensor, amax: Tensor | None = None) -> Tensor:
-        """``code * scale`` in fp32. If an amax is given, it takes the place of the value of the largest code."""
+        """``code * scale`` in fp32. If an amax is given, it replaces the value of the largest code."""
         numbers = codes.float()
         values = numbers * by_element(self.values, codes)
         return values if amax is None else torch.where(numbers.abs() == E4M3.max, numbers.sign() * amax, values)
 
     def is_kept_in(self, dtype: torch.dtype) -> bool:
-        """Whether values in this dtype become any codes again when they are divided by the scale."""
+        """Whether values of all codes in this dtype become the same codes again when divided by the scale."""
         return dtype != torch.float16 and bool((self.numbers >= _NORMAL).all())
 
     def keeps(self, codes: Tensor, values: Tensor) -> bool:
-        """Whether these values are finite and become these codes when they are divided by the scale."""
+        """Whether these values are finite, and become these codes when divided by the scale."""
         again = self.codes(values)
         return bool(values.isfinite().all()) and torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 
@@ -72,7 +72,7 @@ class Scale(NamedTuple):
 
 
 def largest_in(kind: Kind, values: Tensor) -> Tensor:
-    """The largest of nonnegative values ``[E, N, K]`` for each number of a scale, ``[E, rows, columns]``."""
+    """The largest nonnegative value in ``[E, N, K]`` for each number of a scale, ``[E, rows, columns]``."""
     for dim, side in zip((-2, -1), SIDES[kind]):
         if side is None:
             values = values.amax(dim, keepdim=True)
@@ -90,9 +90,9 @@ def scale_of_pieces(
 
     Args:
         pieces: all parts of the weight.
-        scales: of the file's weight of each.
-        shapes: of the file's weight of each.
-        target: shape of the weight.
+        scales: for each part, the scale of the file's weight.
+        shapes: for each part, the shape of the file's weight.
+        target: the shape of the weight.
     """
     kind = scales[0].kind
     if any(scale.kind != kind for scale in scales):
@@ -104,7 +104,7 @@ def scale_of_pieces(
         if of is None or at is None:
             return None
         there, part = values[at], scale.values[of]
-        # parts of a matrix with one scale, or of rows with one scale, need the same
+        # parts of a matrix with one scale need the same scale, and so do parts of rows
         is_free = there == e8m0.NAN if kind == "group" else there.isnan()
         if not torch.equal(there, part) and not bool(is_free.all()):
             return None
@@ -128,15 +128,15 @@ def in_grid(index: Index, kind: Kind, shape: Shape) -> Index | None:
 
 
 def rounded(values: Tensor, former: Scale, dtype: torch.dtype) -> tuple[Tensor, Scale]:
-    """Codes of values ``[E, N, K] float32`` with scales of their own, which a file has in ``dtype``.
+    """Codes of values ``[E, N, K] float32``, and their new scales, which the file has in ``dtype``.
 
-    They are of the kind of the former ones, and powers of two if these are.
+    The new scales are of the same kind as the former ones, and powers of two if those are.
     """
     kind, amax = former.kind, largest_in(former.kind, values.abs())
     if kind == "group":
         scale = Scale(kind, e8m0.codes_of(amax, E4M3))
         return scale.codes(values), scale
     numbers = power_of_2(scale_of_current(amax, E4M3)).reciprocal() if former.is_power_of_2 else amax / E4M3.max
-    # the scale as the file will have it; zeros may have any
+    # the scale as the file will have it; for zeros, any scale works
     scale = Scale(kind, torch.where(amax > 0, numbers, 1.0).to(dtype).float())
     return scale.codes(values), scale

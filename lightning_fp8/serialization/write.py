@@ -1,4 +1,4 @@
-"""Export of a trained model with FP8 weights and their scales, in the layouts that others read."""
+"""Exports a trained model with FP8 weights and their scales, in layouts that other libraries read."""
 
 from __future__ import annotations
 
@@ -53,26 +53,27 @@ def export(
 ) -> Path:
     """Write a trained model with FP8 weights and their scales: ``model.safetensors`` and ``config.json``.
 
-    :mod:`lightning_fp8.serialization.layouts` has the layouts, and :func:`lightning_fp8.load_exported` reads them. The
-    kind of scale is that of the weights as they are held: a weight kept in FP8 only is written with its own codes and
-    scales, never rounded again. Weights with masters get scales by the recipe: one for each 128 x 128 block with
+    :mod:`lightning_fp8.serialization.layouts` lists the layouts, and :func:`lightning_fp8.load_exported` reads them. A
+    weight kept in FP8 only is written with its own codes and scales, and never rounded again. Weights with masters get
+    scales by the recipe, computed from their current values: one for each 128 x 128 block with
     :class:`~lightning_fp8.BlockScaling`, one for every 32 elements of a row with :class:`~lightning_fp8.MXScaling`,
-    else one for each weight, computed from its current values. Inputs have static scales from the histories of training
-    if all layers have one and none was moved to current scaling; otherwise none, with a warning under
-    :class:`~lightning_fp8.DelayedScaling`, and readers scale inputs by their own values. Scales for blocks always go
-    without those of inputs.
+    else one for each weight. Inputs get static scales from the histories of training if all layers have a history and
+    none was moved to current scaling. Otherwise they get none, with a warning under
+    :class:`~lightning_fp8.DelayedScaling`, and readers scale inputs by their own values. If weights have scales for
+    blocks, inputs never have static scales.
 
-    Some weights are not written in FP8 even if they run in FP8 here: weights that something else reads too (such as an
-    embedding tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
-    (vllm-project/vllm#40999). Layers that fell back or have fprop in bf16 are exported as plain ones. So are, with a
-    warning, experts in 3-D parameters, weights whose rows are no multiples of 32 under ``MXScaling``, and, except in
-    ``"compressed-tensors"``, those with a master whose sizes are no multiples of 128 under ``BlockScaling``. vLLM fuses
-    q, k and v (also gate and up), with the largest of their scales, and accepts them only if all or none are in FP8.
+    Some weights are not written in FP8 even if they run in FP8 here: weights with another reader (such as an embedding
+    tied to the head), and the output embedding of a Hugging Face model, which vLLM does not quantize
+    (vllm-project/vllm#40999). Layers that fell back or have fprop in bf16 are exported as plain layers. The following
+    are too, with a warning: experts in 3-D parameters; under ``MXScaling``, weights with rows that are not multiples of
+    32; under ``BlockScaling``, except in ``"compressed-tensors"``, weights with a master and sizes that are not
+    multiples of 128. vLLM fuses q, k and v (also gate and up), with the largest of their scales, and accepts them only
+    if all or none are in FP8.
 
-    A base that ``load_exported(..., frozen=True)`` has read is written back under the names of its files, with their
-    codes and scales, in the layout that they have or in another. Weights that have changed, as by merging an adapter,
-    are rounded to FP8 again, with scales of the kind that they had, and a warning names them. Tensors outside of FP8
-    are written as the model holds them; a warning counts those that have a narrower dtype than in the files.
+    A base that ``load_exported(..., frozen=True)`` has read is written back under the names of its files, with the same
+    codes and scales, in the same layout or in another. Weights that have changed, as by merging an adapter, are rounded
+    to FP8 again, with scales of the same kind, and a warning names them. Tensors outside of FP8 are written in the
+    model's dtypes; a warning counts tensors that have become narrower than in the files.
 
     Names are relative to ``model``: if a LightningModule wraps a Hugging Face model, export the latter. Tied weights
     are written once. In a distributed run call this on one process.
@@ -80,10 +81,10 @@ def export(
     Args:
         model: a converted model, or one that was read.
         path: a folder; created if needed.
-        layout: ``"hf-fp8"``, as DeepSeek-V3 and Qwen3 are published and transformers reads them;
-            ``"compressed-tensors"`` (``float-quantized``), also with scales of rows and with incomplete blocks, and
-            ``mxfp8-quantized`` with ``MXScaling``; None for the layout that was read, or else vLLM's ``fp8``, with
-            metadata by which ``load_exported`` restores the scales bit for bit.
+        layout: ``"hf-fp8"``, the layout of DeepSeek-V3 and Qwen3, which transformers reads;
+            ``"compressed-tensors"`` (``float-quantized``, or ``mxfp8-quantized`` with ``MXScaling``), which also
+            supports scales of rows and incomplete blocks; None for the layout that was read, or else vLLM's ``fp8``,
+            with metadata from which ``load_exported`` restores the scales bit for bit.
         dtype: dtype of floating point tensors that are not FP8: float32, bfloat16 or float16; None keeps the stored
             dtypes, and with them bit-identical outputs.
         overwrite: replace an existing export.
@@ -95,10 +96,10 @@ def export(
         ImportError: without ``safetensors``.
         FileExistsError: if the folder holds a model already.
         TypeError: for another ``dtype``, or an entry that is sharded or not a tensor.
-        ValueError: for another ``layout``, or one that has no place for these scales or layers; for a model without FP8
-            layers, parameters that are not finite, a recipe whose forward is not E4M3, scales outside of 2**-118 to
-            2**118, ``BlockScaling`` without a weight whose sizes are multiples of 128, two tensors with the same name,
-            or a base that has other tensors than its checkpoint; the message names them.
+        ValueError: for an unknown ``layout``, or a layout without a place for these scales or layers; for a model
+            without FP8 layers, parameters that are not finite, a recipe whose forward is not E4M3, scales outside of
+            2**-118 to 2**118, ``BlockScaling`` without a weight whose sizes are multiples of 128, two tensors with the
+            same name, or a base that has other tensors than its checkpoint; the message names them.
     """
     import_safetensors()
     into = layout_to_write(layout)
@@ -137,7 +138,7 @@ def _made(
 
 
 def _metadata(layout: WritableLayout, plans: Mapping[str, Plan | None]) -> dict[str, str]:
-    """The exact scales, in the layout that has them and if each weight has one that was computed here."""
+    """The exact scales, if the layout stores them and each weight has a scale that was computed here."""
     scales = {name: None if plan is None else plan.scales for name, plan in plans.items()}
     has_all = all(plan is None or scales[name] is not None for name, plan in plans.items())
     return to_metadata(scales) if layout.name is None and has_all else {"format": "pt"}

@@ -1,6 +1,6 @@
-"""Writes a base with the codes and scales that it was read with, in its own layout or another.
+"""Writes a base with its original codes and scales, in its own layout or another.
 
-The names are those of the files, also where transformers merges their tensors into others, such as those of experts.
+It uses the names of the files, even if transformers merges their tensors into others, such as the tensors of experts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Base:
         source: the checkpoint.
 
     Attributes:
-        names: of the tensors of the files that the model has, scales apart.
-        rounded: by name, weights that have changed and were rounded to FP8 again, and how.
+        names: the names of the files' tensors that the model has, without scales.
+        rounded: weights that have changed and were rounded to FP8 again, by name, and how.
 
     Raises:
         ValueError: if the model has other tensors than the checkpoint; the message names them.
@@ -74,7 +74,7 @@ class Base:
         return codes.view(E4M3.dtype), scale
 
     def _unchanged(self, piece: Piece, scale: Scale) -> Tensor | None:
-        """The codes of a part of a weight; None if they or their scale are not those of the checkpoint any more."""
+        """The codes of a part of a weight; None if they or their scale differ from the checkpoint by now."""
         weight = self._own[piece.target]
         if not is_held(weight) or weight.content.largest is not None:
             return None
@@ -89,7 +89,7 @@ class Base:
     def _rounded(self, name: str, former: Scale) -> tuple[Tensor, Scale]:
         values = self._values(name, torch.float32)
         check_finite(name, values)
-        # of a part of a weight that has changed elsewhere, or one with a master since
+        # part of a weight that has changed elsewhere, or that has got a master
         codes, own = former.codes(values), self._own[self._pieces[name][0].target]
         if former.dequantized(codes).to(own.dtype).float().equal(values):
             return codes, former
@@ -101,7 +101,7 @@ class Base:
         return codes, scale
 
     def plain(self, name: str) -> Tensor:
-        """A tensor of the files that is not in FP8, in the dtype that the model holds it in."""
+        """A tensor of the files that is not in FP8, in the model's dtype."""
         pieces = self._pieces[name]
         held = functools.reduce(torch.promote_types, (self._own[piece.target].dtype for piece in pieces))
         tensor = self._values(name, held)
@@ -123,7 +123,7 @@ class Base:
         return weight[piece.at].cpu()
 
     def warn(self) -> None:
-        """Say what was rounded again, and what has lost bits."""
+        """Warn about tensors that were rounded again or have lost bits."""
         if self.rounded:
             described = listed([f"{name} ({how})" for name, how in self.rounded.items()])
             warnings.warn(
@@ -147,10 +147,10 @@ def written_back(
 
     Args:
         base: the checkpoint.
-        layout: the scales have its names; those of the files if it is None or that of the files.
-        dtype: of tensors that are not in FP8; None if they keep that in which the model holds them.
+        layout: gives the names of the scales; if it is None or the files' own layout, these are the names in the files.
+        dtype: the dtype of tensors that are not in FP8; None to keep the model's dtypes.
 
-    Tensors that the model has no place for are left out, with a warning.
+    Tensors without a place in the model are left out, with a warning.
     """
     source, stored = base.source, base.source.shards.stored
     config, left_out = {**source.config}, sorted(source.placed.left_out)
@@ -199,6 +199,6 @@ def _as_read(source: Source, name: str, weight: Quantized) -> dict[str, Tensor]:
     """The scales of a weight with the names, dtypes and shapes of the files."""
     scale, of_input = source.scheme.scale_of(name), source.scheme.input_of(name)
     stored = source.shards.stored[scale]
-    # a weight with several names has them once for each, and safetensors refuses tensors in the same memory
+    # a weight with several names repeats its scales for each, and safetensors refuses tensors that share memory
     tensors = {scale: weight.scale_inv.to(stored.dtype).reshape(stored.shape).clone()}
     return tensors if weight.input_scale_inv is None else {**tensors, of_input: weight.input_scale_inv}

@@ -1,4 +1,4 @@
-"""Arguments shared by the command lines of the tools, and what a configuration says."""
+"""Command-line arguments that the tools share, and reading of configurations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def positive(text: str) -> int:
 def fit_arguments(
     paths: Sequence[Path], configs: Sequence[Mapping[str, Any]], arguments: Sequence[str]
 ) -> tuple[list[str], str | None]:
-    """The command line of `fit`, in the order that it needs, and the accelerator that it names."""
+    """The command line of `fit` with its arguments in the order that `fit` needs, and the accelerator in it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--model", "--data", "--trainer.accelerator"):
         parser.add_argument(name)
     named, others = parser.parse_known_args(arguments)
-    # a class comes before a configuration without one, whose arguments are its; another class would override it there
+    # If no configuration names a class, put it before them: their arguments are for this class. Otherwise put it after
+    # them, because their class would override it.
     before: list[str] = []
     after = others
     for part in ("model", "data"):
@@ -44,8 +45,8 @@ def fit_arguments(
 def how_to_adapt(configs: Sequence[Mapping[str, Any]]) -> str:
     """What to add to the command line for configurations that name no class; empty if they do."""
     return "".join(
-        f"`{part}` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it:"
-        f" --{part} my_module.MyClass, from a module in the current folder or an installed one.\n"
+        f"`{part}` in the configuration names no class, as for a `LightningCLI` with a fixed class. Name it:"
+        f" --{part} my_module.MyClass, from a module that is installed or in the current folder.\n"
         for part in ("model", "data")
         if any(config.get(part) for config in configs) and not _names_class(configs, part)
     )
@@ -57,7 +58,7 @@ def _names_class(configs: Sequence[Mapping[str, Any]], part: str) -> bool:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A configuration, unchecked; empty if it cannot be read, in which case `fit` says what is wrong."""
+    """A configuration, unchecked. Empty if it cannot be read; `fit` then reports the error."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -20,7 +20,7 @@ from lightning_fp8 import convert, describe, export, load_exported, scaling_stat
 from lightning_fp8.conversion.plan import NothingToConvertError
 from lightning_fp8.modules import Fp8Linear
 
-ROUTER = "a router: rounded to FP8, its outputs would choose other experts"
+ROUTER = "a router: rounding to FP8 would change its choice of experts"
 
 
 def holder(**layers: nn.Module) -> nn.Module:

@@ -38,7 +38,7 @@ def test_layers_of_a_stack_are_one_line() -> None:
         "25 of 37 layers run in FP8",
     ]
     assert repr(table) == str(table)
-    # in a notebook the same words
+    # a notebook shows the same words
     page = table._repr_html_()
     assert re.findall(r"<td[^>]*>(blocks[^<]*)", page) == [line.split()[0] for line in lines[1:4]]
     assert "32 -&gt; 64" in page
@@ -54,7 +54,7 @@ def test_it_is_a_list_of_all_rows() -> None:
     assert str(table[0]) == "-   blocks.0.up (Linear): not converted yet: call `convert`"
 
 
-def test_equal_rows_alone_are_folded() -> None:
+def test_only_equal_rows_are_folded() -> None:
     model = convert(stack(8), ignore_modules=("blocks.3", "blocks.[56].up"))
     fall_back(model, "blocks.1.up")
     fall_back(model, "blocks.2.up")
@@ -72,11 +72,11 @@ def test_equal_rows_alone_are_folded() -> None:
     }
 
 
-def test_a_line_stands_for_every_combination_of_its_numbers() -> None:
+def test_a_folded_line_covers_all_combinations_of_its_numbers() -> None:
     layers = [[nn.Linear(16, 16) for _ in range(count)] for count in (3, 3, 2)]
     model = nn.Sequential(*(nn.Sequential(*part) for part in layers), nn.ModuleDict({"01": nn.Linear(16, 16)}))
     paths = [line.split()[0] for line in str(describe(model)).splitlines()[1:-1]]
-    # "01" is a name
+    # "01" is a name, not a number
     assert paths == ["0-1.0-2", "2.0-1", "3.01"]
     assert str(describe(nn.Linear(16, 16))).splitlines()[1].startswith("(root)  Linear")
     assert str(describe(nn.ReLU())).endswith("0 of 0 layers run in FP8")
@@ -93,9 +93,9 @@ def test_a_layer_that_was_left_out_is_described_with_its_pattern(in_a_plugin: bo
     assert found["head"] == "matches `ignore_modules`: to convert it, remove '*.head'"
     assert found["blocks.1.up"] == "matches `ignore_modules`: to convert it, remove 'blocks.1'"
     assert found["blocks.1.gate"] == found["blocks.1.up"]
-    # a part, whose paths are others
+    # part of the model: its paths are shorter
     assert reasons(model["blocks"])["1.up"] == found["blocks.1.up"]
-    # a copy knows only what would be converted
+    # a copy does not know the patterns of the conversion
     assert reasons(copy.deepcopy(model))["head"] == "not converted yet: call `convert`"
     convert(model, ignore_modules=["blocks.1"])
     assert reasons(model)["head"].startswith("converted")
@@ -111,7 +111,7 @@ def test_keep_fp32_is_named_where_it_is_the_reason() -> None:
     assert reasons(both)["head"] == "matches `ignore_modules` and `keep_fp32`: to convert it, remove 'he*' and 'head'"
 
 
-def test_the_number_that_is_recommended_converts() -> None:
+def test_the_recommended_min_features_converts_the_layer() -> None:
     model = stack(1)
     number = re.findall(r"`min_features=(\d+)`", reasons(model)["blocks.0.gate"])
     assert reasons(convert(model, min_features=int(number[0])))["blocks.0.gate"].startswith("converted")

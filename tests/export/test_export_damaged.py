@@ -68,7 +68,7 @@ def quantized(**change: Any) -> str:
         (quantized(activation_scheme="dynamic"), r"static scales, where the config has dynamic ones: 0\.input"),
         (
             quantized(weight_block_size=[128, 128]),
-            r"lack their scales as a matrix with a number .* 128 x 128: 0\.weight_scale_inv",
+            r"lack scales in the form of a matrix with a number .* 128 x 128: 0\.weight_scale_inv",
         ),
         (quantized(weight_block_size=[64, 64]), r"must have weight_block_size=None or \[128, 128\], got \[64, 64\]"),
     ],
@@ -126,7 +126,7 @@ def test_scales(folder: Path, kind: str) -> None:
     tensors, metadata = tensors_of(folder), metadata_of(folder)
     for name, kept in (("0.weight_scale", metadata), ("2.input_scale", None)):
         rewrite(folder, {**tensors, name: BAD_SCALES[kind]}, kept)
-        refused(small_mlp(), folder, rf"are scales, each of which {RULE}: {name.replace('.', '[.]')} ")
+        refused(small_mlp(), folder, rf"are invalid scales; each {RULE}: {name.replace('.', '[.]')} ")
 
 
 @pytest.mark.parametrize("scale", [2.0**-118, 2.0**118])
@@ -135,7 +135,7 @@ def test_outputs_are_finite_with_any_scale_that_is_accepted(folder: Path, scale:
     assert load_exported(small_mlp(), folder)(torch.randn(8, 32)).isfinite().all()
 
 
-NO_SCALE = r"lack their scales as single numbers: 0\."
+NO_SCALE = r"lack scales in the form of single numbers: 0\."
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "no input scale": (lambda t: t.pop("0.input_scale"), NO_SCALE),
     "64 scales": (lambda t: t.update({"0.weight_scale": torch.ones(64)}), NO_SCALE),

@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written = write(tmp_path_factory.mktemp("written"), quantized(net().state_dict()).tensors, HF_FP8, shards=2)
     for how, make in MODELS.items():
-        # each fault below is one change of what is read
+        # this folder loads without errors; each fault below changes one thing in it
         load_exported(make(), written, frozen=how != "plain")
     return written
 
@@ -138,21 +138,21 @@ def holds_codes(code: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-RULE = r"are scales, each of which must be a number from 2\*\*-118 to 2\*\*118: 0\.weight_scale_inv \("
+RULE = r"are invalid scales; each must be a number from 2\*\*-118 to 2\*\*118: 0\.weight_scale_inv \("
 OUTSIDE = r"which is not a file of .*Files outside of the folder are not read"
 ONLY = r"Only safetensors files are read: loading a pickle can run any code"
-LACKS = r"lack their scales as a matrix with a number for each block of 128 x 128: 0\.weight_scale_inv"
+LACKS = r"lack scales in the form of a matrix with a number for each block of 128 x 128: 0\.weight_scale_inv"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a scale of NaN": (with_scale(float("nan")), RULE + "nan"),
     "a scale of 0": (with_scale(0.0), RULE + r"0\.0\)"),
     "a tiny scale": (with_scale(1e-40), RULE),
     "no scale": (dropped("0.weight_scale_inv"), LACKS + r"\.$"),
-    "scales of other blocks": (changed("0.weight_scale_inv", lambda t: t[:1]), LACKS + r" \(\(1, 2\) float32\)"),
+    "scales of too few blocks": (changed("0.weight_scale_inv", lambda t: t[:1]), LACKS + r" \(\(1, 2\) float32\)"),
     "scales of 8 bits": (
         changed("0.weight_scale_inv", lambda t: t.to(torch.float8_e8m0fnu)), LACKS + r" \(\(2, 2\) float8_e8m0fnu\)"
     ),
     "a code that is NaN": (changed("0.weight", holds_codes(0x7F)), r"hold codes that are NaN: 0\.weight\.$"),
-    "turned codes": (changed("2.weight", turned), LACKS.replace("0", "2")),
+    "transposed codes": (changed("2.weight", turned), LACKS.replace("0", "2")),
     "codes in one dimension": (changed("0.weight", lambda t: t.flatten()), LACKS),
     "a lost bias": (dropped("2.bias"), r"the model has and the file lacks: 2\.bias\.$"),
     "a lost buffer": (dropped("3.running_mean"), r"the model has and the file lacks: 3\.running_mean\.$"),
@@ -206,14 +206,14 @@ def test_a_fault_is_named_and_nothing_is_changed(what: str, folder: Path) -> Non
         refused(make(), folder, message, frozen=how != "plain")
 
 
-def test_scales_of_two_layers_may_not_overflow_half_precision(folder: Path) -> None:
+def test_values_that_overflow_float16_are_refused(folder: Path) -> None:
     with_scale(1e4)(folder)
     message = r"do not keep the values of the file in the model's dtype .*: 0\.weight \(float16\)"
     for frozen in (True, False):
         refused(net().half(), folder, message, frozen=frozen)
 
 
-def test_the_cache_of_hugging_face_links_to_its_blobs(folder: Path) -> None:
+def test_links_of_the_hugging_face_cache_are_followed(folder: Path) -> None:
     cache = folder.parent / "models--a--b"
     snapshot = cache / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_the_cache_of_hugging_face_links_to_its_blobs(folder: Path) -> None:
 
 
 def test_a_file_that_is_replaced_later_does_not_change_the_model(folder: Path) -> None:
-    """Nothing keeps a view of a file."""
+    """No tensor is a view of a file."""
     model = load_exported(net().to("meta"), folder, frozen=True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = [one.payload.clone() for one in model.parameters() if isinstance(one, Fp8Parameter)]

@@ -282,7 +282,7 @@ def test_what_mxfp8_has_no_place_for(tmp_path: Path) -> None:
     # NaN in E8M0
     saved["2.weight_scale"][3, 1] = 255
     rewrite(tmp_path, saved)
-    scale, lacks = saved["2.weight_scale"], r"lack their scales as a matrix in uint8.*2\.weight_scale"
+    scale, lacks = saved["2.weight_scale"], r"lack scales in the form of a matrix in uint8.*2\.weight_scale"
     damaged = [
         ({}, r"must be a number from 2\*\*-127 to 2\*\*127, not the code 255, NaN: 2\.weight_scale \(255\)"),
         ({"2.weight_scale": scale.float()}, rf"{lacks} \(\(16, 2\) float32\)"),

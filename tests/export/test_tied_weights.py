@@ -214,4 +214,4 @@ def test_scales_that_differ_are_refused(layout: str, tmp_path: Path) -> None:
         refused(model, tmp_path, message)
     of_input = f"b.{INPUTS[layout]}"
     rewrite(tmp_path, {**tensors, of_input: torch.ones(3)})
-    refused(made(Tied, 1), tmp_path, rf"lack their scales as single numbers: b\.{INPUTS[layout]}")
+    refused(made(Tied, 1), tmp_path, rf"lack scales in the form of single numbers: b\.{INPUTS[layout]}")

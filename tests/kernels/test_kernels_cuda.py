@@ -36,8 +36,8 @@ from lightning_fp8.scalings.per_tensor import PerTensor
 
 
 def around_boundaries() -> Tensor:
-    """Every E4M3 and E5M2 value, every midpoint between two, and the region where saturation begins, each with both
-    fp32 neighbours and both signs; and the special values of fp32.
+    """All E4M3 and E5M2 values, all midpoints between neighbours, the region where saturation begins, and special fp32
+    values. All but the special ones come with both fp32 neighbours; each comes with both signs.
     """
     centres = [np.linspace(448, 480, 129), np.linspace(57344, 61440, 129)]
     for fmt in DEFINITIONS:
@@ -106,7 +106,7 @@ def test_each_output_alone(outputs: tuple[bool, bool, bool]) -> None:
         assert amax[1] == (x.abs().max() if record else 0)
 
 
-def test_column_sums_keep_non_finite_columns_apart() -> None:
+def test_non_finite_values_change_only_their_own_column_sum() -> None:
     x = torch.ones(140, 70)
     x[3, 1], x[4, 2], x[130, 3] = NAN, INF, -INF
     sums = run(x, "e5m2", delayed(1.0), outputs=(False, True, True)).sums
@@ -115,11 +115,11 @@ def test_column_sums_keep_non_finite_columns_apart() -> None:
     assert_same(sums, expected)
 
 
-# --- which scale, and what is recorded --------------------------------------------------------------------------------
+# --- the scale of a cast, and the amax that it records ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_the_reference_has_the_same_first_scale(fmt: str) -> None:
+def test_reference_agrees_on_the_first_scale(fmt: str) -> None:
     special = torch.tensor([0.0, INF, NAN, 1e-45, 1e-38, 1e-36, FLOAT_MAX])
     for amax in torch.cat([special, torch.rand(200), torch.rand(200) * 1e4]):
         assert_same(scale_of_current(amax, FORMATS[fmt]), first_scale(amax, fmt))
@@ -127,7 +127,7 @@ def test_the_reference_has_the_same_first_scale(fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_first_use_is_scaled_by_its_own_amax(dtype: torch.dtype, fmt: str) -> None:
+def test_tensor_without_history_is_scaled_by_its_own_amax(dtype: torch.dtype, fmt: str) -> None:
     finite = torch.randn(150, 70).to(dtype)
     for special in (0.75, 0.0, INF, -INF, NAN, -NAN, 2.0**-24):
         x = finite.clone() if special else torch.zeros_like(finite)
@@ -164,7 +164,7 @@ def test_the_reference_rounds_a_scale_down_to_a_power_of_two(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_evaluation_scales_by_own_values_rounded_down(dtype: torch.dtype, fmt: str) -> None:
-    """Whatever the history says."""
+    """The history has no effect."""
     finite = torch.randn(150, 70).clamp(-3, 3).to(dtype)
     for largest in (3.5, 3.484375, 3.515625, -7.0, 0.0, INF, NAN, 2.0**-24):
         x = finite.clone() if largest else torch.zeros_like(finite)
@@ -178,29 +178,29 @@ def test_evaluation_scales_by_own_values_rounded_down(dtype: torch.dtype, fmt: s
         assert torch.equal(y_t.t(), y)
 
 
-def test_a_kernel_rounds_around_each_power_of_two_as_the_definition() -> None:
+def test_kernel_rounds_like_the_definition_around_powers_of_two() -> None:
     for amax in amaxes_around_powers_of_two():
         row = place(torch.ones(1), torch.ones(1), 0, None, torch.zeros(()))
         _, _, _, scale_inv = run(amax.reshape(1, 1), "e4m3", row._replace(scale_from=2), outputs=(False, False, False))
         assert 1 / scale_inv.double().item() == power_of_two_below(amax.item(), "e4m3")
 
 
-def test_own_values_take_the_place_of_a_history() -> None:
+def test_scaling_by_own_values_ignores_the_history() -> None:
     x, row = torch.randn(130, 70), place(torch.ones(1) * 9, torch.ones(1), 0, torch.zeros(1), torch.zeros(()))
     y, _, _, scale_inv = run(x, "e5m2", row._replace(scale_from=int(Casting.OWN)))
     assert_same(scale_inv, first_scale(x.abs().max(), "e5m2").reciprocal())
     assert_codes(y, x, first_scale(x.abs().max(), "e5m2"), "e5m2")
 
 
-def test_first_use_of_a_tensor_so_small_that_its_scale_would_be_infinite() -> None:
+def test_first_scale_of_a_tiny_tensor_stays_finite() -> None:
     x = torch.full((20, 20), 1e-44)
     y, _, _, scale_inv = run(x, "e4m3", place(torch.ones(1), torch.zeros(1), 0, None, torch.zeros(())))
     assert scale_inv == 1 / FLOAT_MAX
     assert_codes(y, x, FLOAT_MAX, "e4m3")
 
 
-def test_a_history_leaves_nothing_to_measure() -> None:
-    """One launch measures, unless the device's flag says that it is not needed, and one casts."""
+def test_tensor_with_history_is_not_measured() -> None:
+    """The first launch measures, unless a flag on the device says that this is not needed; the second one casts."""
     kernel, launches = cast_kernel(torch.float32, "e4m3"), []
 
     def spied(grid: int, *arguments: int | float) -> None:

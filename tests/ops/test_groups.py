@@ -29,7 +29,7 @@ K, N = 64, 192
 
 
 def routing(number: int) -> tuple[Tensor, int]:
-    """The group of each row, sorted: any number of rows and groups, among them groups without rows or with all."""
+    """The sorted group of each row, and the number of groups. Some groups have no rows, some have all."""
     generator = torch.Generator().manual_seed(number)
     count, rows = (int(torch.randint(1, most, (), generator=generator)) for most in (MOST + 1, 200))
     chances = torch.rand(count, generator=generator) ** (4 * (number % 3)) + 1e-6
@@ -49,12 +49,12 @@ def test_places_of_rows() -> None:
         for group in range(count):
             expected[starts[group] // 128 : starts[group + 1] // 128] = group
         assert groups.of_tile.tolist() == expected.tolist()
-        # padding: at most 127 rows for each group that may have one
+        # padding: at most 127 rows for each group that can have a row
         assert starts[-1] <= groups.padded_rows <= len(chosen) + 127 * min(count, len(chosen))
 
 
 def test_the_docs_say_what_padding_costs() -> None:
-    """For 8192 tokens with random routing: the zeros between groups, and the memory for the most that there can be."""
+    """For 8192 tokens with random routing: the zeros between groups, and the memory for the worst case."""
     page = (ROOT / "docs/experts.md").read_text()
     lines = re.findall(r"^\| [\w.-]+(?: \w+)?, (\d+) experts, (\d+) a token \| (.*) \|$", page, re.MULTILINE)
     assert len(lines) == 3
@@ -73,7 +73,7 @@ def test_a_group_that_does_not_exist(wrong: int) -> None:
 
 
 def state_of(count: int) -> ScalingState:
-    """Of groups with scales that differ, those of the last ones without a history."""
+    """The state of groups with different scales; the last groups have no history."""
     state = ScalingState([f"experts.{number}" for number in range(count)], DelayedScaling())
     known = torch.arange(2 * count) % count < max(1, count - 2)
     state.amax_history[0, : 2 * count] = torch.where(known, 2.0 ** (torch.arange(2 * count) % 5), 0.0)
@@ -109,7 +109,7 @@ def problem(number: int) -> tuple[dict[str, Any], int]:
 
 
 def results(given: dict[str, Any], count: int) -> tuple[list[Tensor], ScalingState]:
-    """Output, gradients and what is left in the state."""
+    """Output, gradients, scale_inv of the input, and the state afterwards."""
     state, groups, w = state_of(count), given["groups"], given["w"]
     x = ops.cast_groups(given["x"], stack_slot(state, "input", "e4m3", count), groups, BOTH)
     slot = stack_slot(state, "grad_output", "e5m2", count)
@@ -122,8 +122,8 @@ def results(given: dict[str, Any], count: int) -> tuple[list[Tensor], ScalingSta
     return [y, *gradients, x.rows.scale_inv], state
 
 
-def test_sixty_routings_by_kernels_and_one_by_one(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same codes, and so sums that differ by the order of their terms alone."""
+def test_kernels_equal_one_by_one_for_60_routings(grouped_half: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are equal, so sums differ only by the order of their terms."""
     for number in range(60):
         given, count = problem(number)
         found, state = results(given, count)
@@ -132,13 +132,13 @@ def test_sixty_routings_by_kernels_and_one_by_one(grouped_half: Counter[str], mo
             expected, reference = results(given, count)
         assert torch.equal(state.amax, reference.amax)
         for name, one, other in zip(("y", "dx", "dw", "db", "scale_inv"), found, expected, strict=True):
-            # Hopper's tensor cores, and so the kernels here, cut 13 bits below the largest of the products they add
+            # like Hopper's tensor cores, the kernels here truncate sums 13 bits below the largest product
             bound = 2.0**-10 if name in ("y", "dx", "dw") else 2.0**-20
             torch.testing.assert_close(one, other, rtol=0, atol=bound * max(1e-30, other.abs().max().item()))
 
 
-def test_gradients_by_the_definition() -> None:
-    """The reference itself, of values that FP8 has exactly, against products of each group in fp64."""
+def test_reference_equals_fp64_products() -> None:
+    """Values are exact in FP8, so the reference must equal each group's products in fp64."""
     for number in range(20):
         given, count = problem(number)
         x, dy = (torch.round(given[name].clamp(-2, 2)) for name in ("x", "dy"))
@@ -163,8 +163,8 @@ def test_gradients_by_the_definition() -> None:
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * max(1.0, other.abs().max().item()))
 
 
-def test_torchaos_emulated_products() -> None:
-    """A second reference: its grouped products in MX, of our codes with the groups' scales in each block."""
+def test_products_equal_torchao_emulation() -> None:
+    """A second reference: torchao's grouped MX products of our codes, with each group's scale in all of its blocks."""
     from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao
 
     for number in range(10):
@@ -221,7 +221,7 @@ def test_operators_and_their_fakes(half: str, request: pytest.FixtureRequest) ->
         torch.library.opcheck(ops.linear_groups_backward.op, tuple(flat), test_utils=checks)
 
 
-def test_flops_are_those_of_the_rows() -> None:
+def test_flops_exclude_padding() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     given, count = problem(3)

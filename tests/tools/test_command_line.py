@@ -322,7 +322,7 @@ def test_compare_names_the_class_that_a_configuration_leaves_out(
     Path("fixed.yaml").write_text(yaml.safe_dump({"trainer": QUIET, "model": digits if has_class else arguments}))
     config = ["--config=fixed.yaml", "--trainer.max_steps=7"]
     given_to_fit(monkeypatch, config)
-    words = "`model` in the configuration names no class, as for a `LightningCLI` with one of its own. Name it: --model"
+    words = "`model` in the configuration names no class, as for a `LightningCLI` with a fixed class. Name it: --model"
     assert (words in capsys.readouterr().err) is not has_class
     named = ["--model", "lightning_fp8.examples.ByteGPT"]
     monkeypatch.setattr(sys, "argv", ["lightning-fp8"])

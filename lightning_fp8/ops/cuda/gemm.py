@@ -37,8 +37,8 @@ def one_scale(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
 
 
 def mixed(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
-    """The product of operands whose kinds of scales differ, and were both given scales for every 128 elements along K;
-    None where there is none of these formats."""
+    """The product of operands with different kinds of scaling, both with scales expanded to every 128 elements along K.
+    None if neither our kernels nor torch multiply these formats."""
     out, _ = _by_kernel(a, b, bias, output)
     if out is None and plain.multiplies_blocks(a, b):
         out = plain.scaled_mm_in_blocks(a, b, bias, output)
@@ -46,14 +46,14 @@ def mixed(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> T
 
 
 def in_blocks(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
-    """The product of operands with scales for every 128 elements along K, always promoted; None if there is no GPU, or
-    a size is 0."""
+    """The product of operands with scales for every 128 elements along K. Partial sums are always promoted to fp32.
+    None without a GPU, or if a size is 0."""
     out, failure = _by_kernel(a, b, bias, output)
     return plain.scaled_mm_in_blocks(a, b, bias, output, failure) if out is None else out
 
 
 def _by_kernel(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> tuple[Tensor | None, str | None]:
-    """The product in blocks by our kernels, which do not support squares in a; or why there is none, if known."""
+    """The product in blocks by our kernels, which do not support squares in a; or None, and the reason if known."""
     (m, k), n, device = a.codes.shape, b.codes.shape[0], a.codes.device
     rows_of_a, rows = kernel_gemm.scale_rows(a.scale_inv, m), kernel_gemm.scale_rows(b.scale_inv, n)
     if not (m and n and k) or rows_of_a > 1:
@@ -68,7 +68,7 @@ def _by_kernel(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype)
 
 
 def mx(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tensor | None:
-    """The product where both operands have tiles of scales in E8M0; None if there is no GPU, or a size is 0."""
+    """The product of operands with E8M0 scales in tiles; None without a GPU, or if a size is 0."""
     (m, k), n, device = a.codes.shape, b.codes.shape[0], a.codes.device
     if m and n and k:
         configuration = rule.configuration_for(device, m, n, "mx", True)
@@ -82,7 +82,7 @@ def mx(a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype) -> Tens
 def launch(
     configuration: Configuration, kernel: Kernel, a: Operand, b: Operand, bias: Tensor | None, output: torch.dtype
 ) -> Tensor:
-    """The product ``[M, N]``, contiguous, by one of our kernels; no size is 0, and others are padded."""
+    """The product ``[M, N]``, contiguous, by one of our kernels. Sizes must not be 0; they are padded as needed."""
     m, n, device = a.codes.shape[0], b.codes.shape[0], a.codes.device
     # kernels write rows that begin at multiples of 16 bytes
     row = -(-n * output.itemsize // ROW_BYTES) * ROW_BYTES // output.itemsize

@@ -1,6 +1,6 @@
-"""What a layout is: names and shapes of scales, how its config is read, and how it is written.
+"""The base of layouts: names and shapes of scales, how the config is read, and how it is written.
 
-A weight in FP8 is ``code * scale``, with codes ``float8_e4m3fn [N, K]`` and scales in fp32 of one kind in a whole file:
+A weight in FP8 is ``code * scale``, with codes ``float8_e4m3fn [N, K]`` and fp32 scales. A file has one kind of scales:
 
 ===========  ==============================  ====================================================
 kind         shape                           a scale is for
@@ -11,9 +11,9 @@ kind         shape                           a scale is for
 ``group``    ``[N, K/32] uint8``             32 elements of a row: a power of two in E8M0
 ===========  ==============================  ====================================================
 
-With blocks and groups, readers scale inputs by their own values: none of them takes static scales there. Inputs that
-are scaled by their own values (dynamic ones) have no scale. Which weights are in FP8 is known from their dtypes, so
-lists of layers that are not (``ignore``) have no effect when a file is read.
+With blocks and groups, all readers scale inputs by their own values (dynamically), and accept no static scales. Dynamic
+inputs have no scale in the file. The dtypes say which weights are in FP8, so lists of layers outside of FP8
+(``ignore``) have no effect when a file is read.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Scheme:
 
     Attributes:
         layout: name of the layout.
-        kinds: for what a weight has one scale each: for the tensor, each row, each block, or each group.
-        suffix: what follows the name of a weight in that of its scale.
-        input_name: what the name of its input's scale has in place of ``weight``.
+        kinds: the possible kinds of weight scales: one for the tensor, each row, each block, or each group.
+        suffix: appended to the name of a weight to get the name of its scale.
+        input_name: replaces ``weight`` to get the name of the scale of the weight's input.
         static: whether inputs have scales.
         has_cache: whether the file may hold scales of an FP8 cache of keys and values, which training has no use for.
     """
@@ -74,12 +74,12 @@ class Scheme:
 
     @property
     def in_words(self) -> str:
-        """What a scale may be."""
+        """The allowed scales, in words."""
         return " or ".join(_WORDS[kind] for kind in self.kinds)
 
     @property
     def recipe(self) -> type[Recipe]:
-        """The recipe that scales weights and inputs alike, or most nearly."""
+        """The recipe that matches the scaling of weights and inputs best."""
         if self.in_e8m0:
             return MXScaling
         return BlockScaling if "block" in self.kinds else DelayedScaling if self.static else CurrentScaling
@@ -113,7 +113,7 @@ def grid_of(kind: Kind, weight: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def kind_of(kinds: Collection[Kind], weight: tuple[int, ...], scale: tuple[int, ...]) -> Kind | None:
-    """The kind of a scale of this shape for a weight of this shape; None if it is of none of the kinds.
+    """The kind of a scale of this shape for a weight of this shape; None if no kind fits.
 
     >>> kind_of(("row", "block"), (300, 200), (3, 2))
     'block'
@@ -127,7 +127,7 @@ def kind_of(kinds: Collection[Kind], weight: tuple[int, ...], scale: tuple[int, 
 
 @dataclass(frozen=True)
 class Config:
-    """A part of a config, with the place where it is, for messages."""
+    """A part of a config, with its place for messages."""
 
     file: Path
     values: Mapping[str, Any]
@@ -137,7 +137,7 @@ class Config:
         """The value of a key.
 
         Raises:
-            ValueError: if it is none of the choices.
+            ValueError: if the value is not one of the choices.
         """
         value = self.values.get(key)
         # 1 equals True, and a list is not hashable
@@ -153,7 +153,7 @@ class Config:
         """The object under a key.
 
         Raises:
-            ValueError: if it is none.
+            ValueError: if the value is not an object.
         """
         value, place = self.values.get(key), f"{self.place}.{key}"
         if not isinstance(value, dict):
@@ -171,8 +171,8 @@ class Quantized(NamedTuple):
 
     Attributes:
         codes: ``float8_e4m3fn``, in the weight's own shape.
-        scale_inv: what its codes are multiplied by, of the shape of its kind, in the dtype of the file.
-        input_scale_inv: ``[] float32``, the same for the codes of the layer's input; None if they have no static scale.
+        scale_inv: what its codes are multiplied by, in the shape of its kind and the dtype of the file.
+        input_scale_inv: ``[] float32``, what the codes of the layer's input are multiplied by; None for dynamic inputs.
     """
 
     codes: Tensor
@@ -185,10 +185,10 @@ class Layout:
     """A layout that is read.
 
     Attributes:
-        name: of the layout.
+        name: the name of the layout.
         method: the ``quant_method`` of its config.
-        read: its scheme, from the config and the names of all tensors; layouts of one method share the function.
-        config_file: a file with the config in a folder where ``config.json`` has none.
+        read: returns its scheme, from the config and the names of all tensors; layouts of one method share it.
+        config_file: the file with the quantization config if ``config.json`` has none.
     """
 
     name: str | None
@@ -202,13 +202,13 @@ class WritableLayout(Layout):
     """A layout that is also written; its name is the value of ``export``'s argument.
 
     Attributes:
-        suffixes: by kind, what follows the name of a weight in that of its scale.
-        config: ``quantization_config``, from the scheme and the paths of the linear layers that are not in FP8.
-        input_name: what the name of its input's scale has in place of ``weight``.
-        single: shape of a scale for a whole tensor.
-        ragged: whether its readers take incomplete blocks.
-        linear_only: whether its readers take only weights of ``nn.Linear``.
-        plain_by_end: whether its readers take a path for that of a plain layer if it ends like one.
+        suffixes: for each kind, the suffix to the name of a weight that gives the name of its scale.
+        config: returns ``quantization_config``, from the scheme and the paths of linear layers outside of FP8.
+        input_name: replaces ``weight`` to get the name of the scale of the weight's input.
+        single: the shape of a scale for a whole tensor.
+        ragged: whether its readers accept incomplete blocks.
+        linear_only: whether its readers accept only weights of ``nn.Linear``.
+        plain_by_end: whether its readers treat a layer as plain if its path ends like the path of a plain layer.
     """
 
     suffixes: Mapping[Kind, str]
@@ -220,7 +220,7 @@ class WritableLayout(Layout):
     plain_by_end: bool = False
 
     def scheme(self, kind: Kind, static: bool) -> Scheme:
-        """How weights with scales of this kind are written: with blocks, no reader takes static scales of inputs."""
+        """How weights with scales of this kind are written. With blocks, no reader accepts static scales of inputs."""
         is_static = static and kind not in ("block", "group")
         return Scheme(self.name, (kind,), self.suffixes[kind], self.input_name, is_static)
 
@@ -231,7 +231,7 @@ class WritableLayout(Layout):
             scale = weight.scale_inv.reshape((*shape[:-2], *self.single))
         else:
             scale = weight.scale_inv.expand(grid_of(kind, shape))
-        # a weight with several names has them once for each, and safetensors refuses tensors in the same memory
+        # a weight with several names repeats its scales for each, and safetensors refuses tensors that share memory
         tensors = {scheme.scale_of(name): scale.contiguous().clone()}
         if scheme.static and weight.input_scale_inv is not None:
             tensors[scheme.input_of(name)] = weight.input_scale_inv.reshape(self.single)

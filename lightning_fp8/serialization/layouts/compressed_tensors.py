@@ -15,7 +15,7 @@ from lightning_fp8.serialization.layouts.base import BLOCK_SIZE, Config, Kind, S
 
 _NAME = "compressed-tensors"
 _FLOAT, _MXFP8 = "float-quantized", "mxfp8-quantized"
-# the kinds of their strategies, by the formats
+# the kind of scales for each strategy, by format
 _STRATEGIES: dict[str, dict[str, Kind]] = {
     _FLOAT: {"tensor": "tensor", "channel": "row", "block": "block"},
     _MXFP8: {"group": "group"},
@@ -26,7 +26,7 @@ _BY_KIND = {kind: (name, strategy) for name, kinds in _STRATEGIES.items() for st
 def _read(config: Config, names: Collection[str]) -> Scheme:
     is_mixed = config.values.get("format") == "mixed-precision"
     format_of_all = _FLOAT if is_mixed else config.one_of("format", _STRATEGIES)
-    # with either, the weights of the file are not those of the model
+    # with either of these, the file's weights differ from the model's
     config.one_of("transform_config", (None, {}))
     if config.values.get("sparsity_config"):
         config.part("sparsity_config").one_of("format", ("dense",))

@@ -1,4 +1,4 @@
-"""``quant_method: fp8``: as vLLM reads it, and as transformers does and DeepSeek-V3 and Qwen3 are published.
+"""``quant_method: fp8``: the form that vLLM reads, and the form that transformers reads, as in DeepSeek-V3 and Qwen3.
 
 ==========  ======  ============================  ============================  ==========================
 layout      kind    scale of ``<layer>.weight``   static scale of its input     layers without scale

@@ -1,4 +1,4 @@
-"""``quant_method: modelopt``, which is only read: ``<layer>.weight_scale`` and static ``<layer>.input_scale``.
+"""``quant_method: modelopt``, for reading only: ``<layer>.weight_scale`` and static ``<layer>.input_scale``.
 
 Source: NVIDIA/Model-Optimizer, ``export/unified_export_hf.py``.
 """

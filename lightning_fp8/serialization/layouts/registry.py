@@ -1,4 +1,4 @@
-"""All layouts by name, and what they say together: which one a folder has, and which one takes given weights."""
+"""All layouts by name: finds the layout of a folder, and layouts that can hold given weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layout_to_write(name: str | None) -> WritableLayout:
     """The layout.
 
     Raises:
-        ValueError: if there is none of this name that is written.
+        ValueError: if no writable layout has this name.
     """
     if name is not None:
         check_choice("export: `layout`", name, (other for other in WRITABLE if other is not None))
@@ -31,16 +31,16 @@ def layout_to_write(name: str | None) -> WritableLayout:
 
 
 def those_with(trait: Callable[[WritableLayout], bool]) -> str:
-    """For messages, the arguments that choose a layout with this trait."""
+    """The arguments that choose a layout with this trait, for messages."""
     return " or ".join(f"`layout={layout.name!r}`" for layout in WRITABLE.values() if trait(layout))
 
 
 def config_read(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The content of ``config.json``, with its ``quantization_config``; and the file that this is in.
+    """The content of ``config.json`` with the ``quantization_config``, and the file that holds the latter.
 
     Raises:
         FileNotFoundError: if there is no ``config.json``.
-        ValueError: if it is no JSON object, or the model is not quantized.
+        ValueError: if it is not a JSON object, or the model is not quantized.
     """
     file, config = folder / CONFIG_FILE, read_json(folder, CONFIG_FILE)
     if not file.is_file():
@@ -62,9 +62,9 @@ def scheme_of(file: Path, quantization: Mapping[str, Any], names: Collection[str
     """How weights are quantized.
 
     Args:
-        file: for messages, the file that holds the config.
+        file: the file that holds the config, for messages.
         quantization: the config.
-        names: of all tensors in the folder.
+        names: the names of all tensors in the folder.
 
     Raises:
         ValueError: for another quantization; the message says which.
@@ -74,10 +74,10 @@ def scheme_of(file: Path, quantization: Mapping[str, Any], names: Collection[str
 
 
 def kind_of_file(layout: WritableLayout, kinds: Mapping[str, Kind]) -> Kind:
-    """The kind that all weights of a file have: one scale for a tensor is written as that of each row or block too.
+    """The kind of scales that fits all weights of a file. A tensor's single scale can be repeated for rows or blocks.
 
     Raises:
-        ValueError: if there is none, or the layout has no such scales.
+        ValueError: if no kind fits, or the layout has no such scales.
     """
     by_kind = {kind: [name for name, of in kinds.items() if of == kind] for kind in _WORDS if kind in kinds.values()}
     if "group" not in by_kind and len(by_kind) > 1:
@@ -100,7 +100,7 @@ def kind_of_file(layout: WritableLayout, kinds: Mapping[str, Kind]) -> Kind:
 
 
 def check_plain(layout: WritableLayout, plain: Sequence[str], in_fp8: Collection[str]) -> None:
-    """ValueError if transformers would take a layer in FP8 for a plain one: it also compares the ends of paths."""
+    """ValueError if transformers would mistake a layer in FP8 for a plain one, because it also compares path ends."""
     paths = [name.removesuffix("weight").rstrip(".") for name in in_fp8]
     wrong = [f"{path} (as {ending})" for ending in plain for path in paths if path.endswith(ending)]
     if wrong and layout.plain_by_end:
