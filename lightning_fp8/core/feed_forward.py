@@ -128,8 +128,6 @@ def _save(ctx: Any, output: tuple[Tensor, ...], block: Block) -> None:
     tensors, scalings = zip(*(layer.parts() for layer in (*inner, outer)), strict=True)
     # the gradient of the activation needs the hidden tensors, which are kept in 16 bits; the others are kept in FP8
     ctx.save_for_backward(*(hidden if needs_h else [None] * len(hidden)), *chain.from_iterable(tensors))
-    # hidden tensors that are kept are linked to the graph, for second derivatives; compilers have none
-    ctx.mark_non_differentiable(*([] if needs_h and ctx.is_eager else hidden), a, a_scale_inv)
     ctx.weights = [layer.weight for layer in (*block.inner, block.outer)]
     ctx.rest = block.slots, scalings, block.activation, block.x.shape
     # those of x and of each weight and bias are also those of their gradients

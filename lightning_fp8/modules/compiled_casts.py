@@ -92,14 +92,14 @@ def _cast(stale: list[tuple[Gemm, Tensor]], record: bool) -> list[Cast]:
         if made[0] is kept[0]:
             # written by a kernel: a backward that waits for the former codes must fail, not use these
             torch.autograd.graph.increment_version(kept[:2])
-        copied = set()
+        current = set()
         for target, source in zip(kept, made, strict=True):
             # not what a kernel has written, nor a view of another part
             memory = target.untyped_storage().data_ptr()
-            if target is not source and memory not in copied:
-                copied.add(memory)
+            if target is not source and memory not in current:
                 targets.append(target)
                 sources.append(source)
+            current.add(memory)
     if targets:
         torch._foreach_copy_(targets, sources)
     return [cast if former_cast is None else former_cast for former_cast, cast in zip(former, new, strict=True)]

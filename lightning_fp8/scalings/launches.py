@@ -325,7 +325,7 @@ def weights(
         next(new) if target is None else _codes_of(target, is_view) for target, is_view in zip(out, views, strict=True)
     ]
     inverses = _launch_weights(kernel, of, slots, codes, scales)
-    return [_cast_of_weight(scaling, *parts, want) for parts in zip(codes, inverses, views, out, strict=True)]
+    return [_cast_of_weight(scaling, *parts, want) for parts in zip(codes, inverses, views, strict=True)]
 
 
 _Codes = tuple[Tensor | None, Tensor | None]
@@ -337,13 +337,10 @@ def _codes_of(cast: Cast, is_view: bool) -> _Codes:
     return rows, None if is_view else columns
 
 
-def _cast_of_weight(
-    scaling: Scaling, codes: _Codes, inverses: _Inverses, is_view: bool, target: Cast | None, want: Want
-) -> Cast:
+def _cast_of_weight(scaling: Scaling, codes: _Codes, inverses: _Inverses, is_view: bool, want: Want) -> Cast:
     by_rows, turned = codes
     if is_view and by_rows is not None and want.columns:
-        # a view that compiled code reads stays the same object
-        turned = by_rows.t() if target is None or target.columns is None else target.columns.codes
+        turned = by_rows.t()
     rows, columns = (
         None if made is None else Operand(made, inverse, scaling)
         for made, inverse in zip((by_rows, turned), inverses, strict=True)
