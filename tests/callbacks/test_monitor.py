@@ -347,7 +347,10 @@ def test_what_had_begun_before_nan_is_not_called_harmless(begins: int, status: s
         if step == 31:
             with torch.no_grad():
                 model.table.fill_(float("nan"))
-        return one_large_column(step, x) if step >= begins else x
+        if step >= begins:
+            x = torch.full_like(x, 2.0**-30)
+            x[:, 0] = 1.0
+        return x
 
     model = convert(Embedded(), CurrentScaling())
     verdict = trained(model, Fp8Monitor(4), 40, inputs, rate=1e-15).verdict()

@@ -62,3 +62,38 @@ def test_train_as_one_process_does(tmp_path: Path) -> None:
         for way in ("ddp", "before", "after", "gathered"):
             for name, expected in rank["alone"].items():
                 torch.testing.assert_close(rank[way][name], expected, rtol=1e-4, atol=1e-5, msg=f"{way} {name}")
+
+
+GATHERED = """
+import warnings
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrizations import weight_norm
+
+model = convert(nn.Sequential(weight_norm(nn.Linear(32, 32)), nn.ReLU(), weight_norm(nn.Linear(32, 16))))
+fully_shard(model)
+x, result["said"] = torch.randn(6, 32), []
+first, second = (torch.optim.SGD(model.parameters(), lr=0.05) for _ in range(2))
+for optimizer, updates in ((first, 2), (second, 0)):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(10):
+            model(x).square().mean().backward()
+            if step < updates:
+                scaling_state(model).update()
+            if optimizer is second:
+                with torch.no_grad():
+                    # leaves the root's parameters gathered
+                    model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step + 1 == updates:
+                break
+    result["said"].append([str(one.message) for one in said])
+"""
+
+
+def test_an_optimizer_of_gathered_weights_is_known_by_the_sharded_ones(tmp_path: Path) -> None:
+    for rank in run_processes(GATHERED, tmp_path):
+        updated, not_updated = rank["said"]
+        assert not [said for said in updated if "nothing has updated its scales" in said]
+        assert [said for said in not_updated if "nothing has updated its scales" in said]

@@ -165,6 +165,7 @@ result["scales"] = [scaling_state(model).scale.clone() for model in (eager, comp
 def test_what_does_not_work_says_so(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.tensor import Replicate
+from lightning_fp8 import fall_back
 
 
 def message(function):
@@ -183,6 +184,8 @@ from torch.distributed.tensor import distribute_tensor, Shard
 
 attention.in_proj_weight = nn.Parameter(distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)]))
 result["attention"] = message(lambda: attention(*[torch.randn(4, 2, 32)] * 3))
+fall_back(attention, "in_proj")
+result["in bf16"] = message(lambda: attention(*[torch.randn(4, 2, 32)] * 3))
 odd = convert(net())
 odd[0].weight = nn.Parameter(distribute_tensor(odd[0].weight.detach(), mesh, [Shard(1)]))
 x = distribute_tensor(torch.randn(4, 32), mesh, [Replicate()])
@@ -190,7 +193,8 @@ result["placements"] = message(lambda: odd[0](x))
 """
     for rank in run_processes(COMMON + body, tmp_path, device=device):
         assert rank["by hand"].startswith("TypeError: The weight of '0' is distributed over processes, but its input")
-        assert rank["attention"].startswith("NotImplementedError: 'in_proj': the weight is distributed")
+        for attention in ("attention", "in bf16"):
+            assert rank[attention].startswith("NotImplementedError: 'in_proj': the weight is distributed")
         assert "ColwiseParallel and RowwiseParallel on one dimension" in rank["placements"]
 
 

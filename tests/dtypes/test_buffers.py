@@ -132,6 +132,19 @@ def test_a_weighted_loss_is_that_of_fp32_on_the_same_logits(kind: str, created_i
         assert torch.equal(loss(logits, target), expected)
 
 
+def test_a_module_whose_forward_was_set_on_it_computes_in_fp32() -> None:
+    """Also where its class has none."""
+    rotary, frequencies = nn.Module(), 10000.0 ** -torch.arange(0, 1, 0.125)
+    rotary.register_buffer("inv_freq", frequencies.clone())
+    rotary.forward = lambda positions: positions[:, None] * rotary.inv_freq
+    plugin = Bf16TruePrecision()
+    plugin.convert_module(nn.ModuleDict({"rotary": rotary, "net": nn.Linear(8, 8)}))
+    positions = torch.arange(64, dtype=torch.bfloat16)
+    with plugin.forward_context():
+        angles = rotary(positions)
+    assert torch.equal(angles, torch.outer(positions.float(), frequencies).bfloat16())
+
+
 def test_keep_fp32_on_a_module_that_has_only_buffers() -> None:
     class Scale(nn.Module):
         def __init__(self, value: Tensor) -> None:

@@ -128,7 +128,7 @@ BIAS = r"bias of '0' must have the shape \(8,\)"
     ("which", "shape", "message"),
     [
         *(("input", shape, INPUT) for shape in [(2, 15), ()]),
-        *(("weight", shape, WEIGHT) for shape in [(16,), (2, 8, 16), (8, 0)]),
+        *(("weight", shape, WEIGHT) for shape in [(16,), (2, 8, 16), (2, 16, 16), (8, 0)]),
         # a kernel would read past their ends
         *(("bias", shape, BIAS) for shape in [(7,), (9,), (1, 8)]),
     ],

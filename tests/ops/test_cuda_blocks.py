@@ -17,7 +17,7 @@ from sqnr import sqnr
 from torch import Tensor, nn
 
 from kernels_cuda import gemm_variants
-from lightning_fp8 import BlockScaling, MXScaling, convert, scaling_state
+from lightning_fp8 import BlockScaling, DelayedScaling, MXScaling, convert, scaling_state
 from lightning_fp8.core.casts import cast, cast_weight
 from lightning_fp8.modules.phase import Phase
 from lightning_fp8.ops import library
@@ -191,6 +191,20 @@ def test_launches_of_a_layer(chosen: Counter[str], tokens: int) -> None:
     launches = {name: count for name, count in torchs.items() if name not in {*NO_LAUNCH, "alias"}}
     assert launches == ({"sum": 1} if tokens > 128 else {})
     assert sum(chosen.values()) == 2 + 3
+
+
+@pytest.mark.parametrize("recipe", [BlockScaling(), MXScaling(), DelayedScaling()], ids=str)
+def test_the_first_kernel_is_compiled_with_the_others_of_a_layer(
+    chosen: Counter[str], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[set[str]] = []
+    monkeypatch.setattr(
+        kernels, "compile_ahead", lambda of, _: together.append({" ".join((name, *defines)) for name, defines in of})
+    )
+    layer, x = linear(recipe, 208, 144), torch.randn(51, 208, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).sum().backward()
+    assert set() < {*chosen} <= together[0]
 
 
 @pytest.mark.parametrize(("recipe", "variant"), [(BlockScaling(), "SQUARES=1"), (MXScaling(), "MX=1")], ids=str)

@@ -150,6 +150,21 @@ def test_state_dict_round_trip_through_a_weights_only_file() -> None:
     assert other.fallbacks == ()
 
 
+# a history of one step needs no other order of memory
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_state_dict_stays_as_it_is_when_the_state_goes_on(window: int) -> None:
+    state = ScalingState(["a"], DelayedScaling(amax_history_len=window))
+    state.amax.fill_(2.0)
+    state.update()
+    saved = state.state_dict()
+    for amax in (3.0, float("inf")):
+        state.amax.fill_(amax)
+        state.update()
+    for entry in saved.values():
+        assert entry["amax_history"].tolist() == [2.0, 0.0, 0.0, 0.0][:window]
+        assert entry["nonfinite_steps"] == 0
+
+
 MALFORMED: dict[str, tuple[str, Any]] = {
     "a negative amax": ("amax_history", torch.tensor([-1.0])),
     "an infinite amax": ("amax_history", torch.tensor([INF])),
