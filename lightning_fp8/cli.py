@@ -13,7 +13,7 @@ from inspect import signature
 from linecache import getline
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -39,7 +39,8 @@ class Fp8CLI(LightningCLI):
         parser.error = partial(_error, parser.error)  # type: ignore[method-assign]
         parser.format_usage = partial(_usage, parser)  # type: ignore[method-assign]
         parser.format_help = partial(_help, parser, parser.format_help)  # type: ignore[method-assign]
-        for kind in (PrecisionCore, Callback, LightningModule, LightningDataModule):
+        # not of models and data: Lightning's own instantiators keep what a checkpoint of them needs to be resumed
+        for kind in (PrecisionCore, Callback):
             parser.add_instantiator(partial(_instance, parser), kind)
         return parser
 
@@ -153,13 +154,21 @@ def _is_refusal(error: BaseException) -> bool:
     return is_raised and packages[-1] in _PACKAGES[:2] and set(packages) <= {*_PACKAGES, *sys.stdlib_module_names}
 
 
+def _first(error: BaseException) -> BaseException:
+    """The error that others have wrapped, as the parser does with what a model raises."""
+    while (wrapped := error.__cause__ or error.__context__) is not None:
+        error = wrapped
+    return error
+
+
 def main(args: list[str] | None = None) -> Any:
     """Run a subcommand (``fit``, ``validate``, ``test``, ``predict``) on ``args``, by default those of the process."""
     try:
         # accepts any model, with any data module or its own data
         return Fp8CLI(seed_everything_default=0, args=args)
     except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
-        if not _is_refusal(error):
+        reason = _first(error)
+        if not _is_refusal(reason):
             raise
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {reason}\n")
         sys.exit(2)

@@ -344,9 +344,9 @@ def count(model: nn.Module, batch: Any) -> Step:
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise RuntimeError(
                     f"{type(model).__name__} asks tensors for values, which they do not have in an estimate: it stopped"
-                    f" at {error.func}. Integers of the batch, such as lengths and masks, have their values unless the batch"
-                    " is on the meta device. Else leave out what depends on values, or pass the part of the model that"
-                    " repeats."
+                    f" at {error.func}. Integers of the batch, such as lengths and masks, have their values unless the"
+                    " batch is on the meta device. Else leave out what depends on values, or pass the part of the model"
+                    " that repeats."
                 ) from error
             except Exception as error:
                 called = "training_step(batch, 0)" if isinstance(model, LightningModule) else "forward"

@@ -172,8 +172,8 @@ def estimate(
 
     Args:
         model: any module, also on the meta device. Of a ``LightningModule``, ``training_step(batch, 0)`` is counted.
-        batch: for one device. For a ``LightningModule``, what its dataloader gives, such as ``(x, y)``; else a mapping of
-            keyword arguments, a tuple or list of arguments, or one argument. Tensors may be on the meta device.
+        batch: for one device. For a ``LightningModule``, what its dataloader gives, such as ``(x, y)``; else a mapping
+            of keyword arguments, a tuple or list of arguments, or one argument. Tensors may be on the meta device.
         gpu: one of ``h100``, ``h100-pcie``, ``h100-nvl``, ``h200``, ``h200-nvl``, ``b200``, ``b300``, ``l40s``,
             ``rtx-4090``, ``rtx-5090``.
         recipe: see :class:`lightning_fp8.Fp8Precision`.

@@ -185,7 +185,7 @@ def test_bad_input(arguments: dict[str, object], message: str) -> None:
 
 
 def test_a_misspelt_argument() -> None:
-    with pytest.raises(TypeError, match="estimate has no argument 'compile'. Did you mean 'compiled'"):
+    with pytest.raises(TypeError, match=r"estimate has no argument 'compile'. Did you mean 'compiled'"):
         estimate(wide(), tokens(64), compile=True)
 
 

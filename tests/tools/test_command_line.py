@@ -148,6 +148,20 @@ class Picky(pl.Callback):
         raise ValueError("my own rule")
 
 
+def test_a_checkpoint_of_a_run_resumes_it_and_is_validated(tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "tiny_gpt_fp8.yaml")
+    small = ["--model.init_args.width=64", "--data.init_args.batch_size=4", "--data.init_args.max_bytes=100000"]
+    once = ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    fit = ["-m", "lightning_fp8", "fit", "-c", config, *small, *once]
+    run_warm(*fit, "--trainer.max_steps=2", cwd=tmp_path, check=True)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    resumed = run_warm(*fit, "--trainer.max_steps=4", f"--ckpt_path={checkpoint}", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "validation after step 4" in resumed.stdout
+    validate = ["-m", "lightning_fp8", "validate", "-c", config, *small, "--trainer.limit_val_batches=1"]
+    run_warm(*validate, f"--ckpt_path={checkpoint}", cwd=tmp_path, check=True)
+
+
 def test_what_a_users_callback_raises_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-fp8"])
     with pytest.raises(ValueError, match="my own rule"):
