@@ -44,7 +44,7 @@ CONDITIONS: dict[str, Condition] = {
         "steps in a row",
         "not FP8",
         "inf or NaN, at most {:.0f} steps in a row",
-        "Casts received them: a cast makes no finite number inf or NaN. It clips inf, so the loss may look right.",
+        "Casts received inf or NaN: a cast does not create these. It clips inf, so the loss may look right.",
         "look at the batch of that step and at the learning rate; `Trainer(detect_anomaly=True)` names the operation",
         "a healthy run has none",
     ),

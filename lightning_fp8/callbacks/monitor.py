@@ -95,7 +95,7 @@ class Fp8Monitor(RunWatcher):
     precision it warns once and does nothing.
 
     Args:
-        every_n_steps: optimizer steps between two checks. Under a Trainer steps are those of its logs, which a resumed
+        every_n_steps: optimizer steps between two checks. Under a Trainer: the steps of its logs, which a resumed
             run continues: training batches divided by ``accumulate_grad_batches``, so that they advance even if the
             Trainer sees no optimizer step.
         action: see above.

@@ -43,7 +43,7 @@ class Fp8ThroughputMonitor(ThroughputMonitor):
     - ``<stage>/time``: seconds since the stage began; for training, without its validations.
     - ``<stage>/batches``, ``<stage>/samples``: number of batches and samples of one device since then; a second
       ``trainer.validate`` or ``test`` continues the count.
-    - ``<stage>/lengths``: number of items of one device, likewise; with ``length_fn``.
+    - ``<stage>/lengths``: number of items of one device since then; with ``length_fn``.
     - ``<stage>/device/batches_per_sec``, ``<stage>/device/samples_per_sec``: batches or samples per second, of one
       device.
     - ``<stage>/device/items_per_sec``: items (tokens) per second, of one device; with ``length_fn``.

@@ -196,7 +196,7 @@ def describe(
     The row of a converted layer in a feed-forward block of a known class says whether the block runs fused in the
     model's current mode, and if not, why.
 
-    The arguments are those of :func:`convert`; all but ``ignore_modules`` default to those of the last conversion.
+    The arguments are the same as in :func:`convert`. All but ``ignore_modules`` default to the last conversion's.
     """
     return conversion_plan(
         module,

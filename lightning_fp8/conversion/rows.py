@@ -71,7 +71,7 @@ def row_of(spec: PlannedLayer, left_out: str | None, fused: str | None, weight_n
 
 
 def elements_of(modules: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
-    """The number of elements of each parameter of a model; none for one that is not initialised yet."""
+    """The number of elements of each parameter of a model, without parameters that are not initialised yet."""
     parameters = (parameter for _, module in modules for parameter in module.parameters(recurse=False))
     return {parameter: 0 if is_lazy(parameter) else parameter.numel() for parameter in parameters}
 
@@ -173,7 +173,7 @@ def _names(sizes: Counter[str]) -> str:
     paths: dict[str, list[str]] = {}
     for path in sizes:
         pattern = numbered(path)
-        # a pattern of numbers alone says nothing
+        # a pattern that consists only of numbers says nothing
         paths.setdefault(pattern if pattern.strip("*.") else path, []).append(path)
     largest = sorted(paths, key=lambda pattern: -sum(sizes[path] for path in paths[pattern]))
     names = [pattern if len(paths[pattern]) > 1 else paths[pattern][0] or "(root)" for pattern in largest]

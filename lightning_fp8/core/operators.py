@@ -204,8 +204,8 @@ def implement_differentiable(
 ) -> Operator:
     """Register an operator with gradients, on any device; returns the callable, like :func:`implement`.
 
-    Gradients are those of the first argument, and of the weight and the bias of each layer, in their order; or of the
-    first three arguments, x, weight and bias.
+    Differentiable are the first argument, and the weight and the bias of each layer, in this order; or, without layers,
+    the first three arguments: x, weight and bias.
 
     Args:
         signature: of the operator.

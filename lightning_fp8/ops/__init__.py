@@ -1,1 +1,1 @@
-"""What casts and products of every kind compute with: formats, arithmetic, and kernels. No layer is known here."""
+"""The basis of all casts and products: formats, arithmetic, and kernels. Nothing here knows of layers."""

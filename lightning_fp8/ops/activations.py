@@ -17,9 +17,9 @@ class Activation:
     """A function of one tensor, or of gate and up.
 
     Attributes:
-        value: of its inputs.
-        gradients: of its inputs, from these and the gradient of the value.
-        is_it: whether a function or module of a model is this one.
+        value: computes the value from the inputs.
+        gradients: computes the gradients of the inputs, from the inputs and the gradient of the value.
+        is_it: whether a function or module of a model is this activation.
         inputs: how many tensors it takes.
     """
 
@@ -83,7 +83,7 @@ ACTIVATIONS = {
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """``activation(x)``; of gate and up side by side, half as wide; x itself for ``"none"``."""
+    """``activation(x)``, half as wide if x is gate and up side by side; x itself for ``"none"``."""
     if activation == "none":
         return x
     known = ACTIVATIONS[activation]

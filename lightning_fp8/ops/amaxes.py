@@ -45,8 +45,8 @@ def power_of_2(scale: Tensor) -> Tensor:
 def by_element(scale: Tensor, x: Tensor) -> Tensor:
     """Scales of x ``[M, K]``, ``float32``, in a shape that expands to that of x.
 
-    Along a dimension, there is one scale for all, one for each block, or one for each. Those in E8M0 are for blocks of
-    32, and may be in tiles.
+    Along a dimension, there is one scale for all elements, for each block, or for each element. E8M0 scales are for
+    blocks of 32, and may be in tiles.
     """
     block = BLOCK
     if scale.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""What casts compute with, in torch's own operations on any device: amaxes, saturated codes, the values of codes.
+"""The arithmetic of casts in torch's own operations, on any device: amaxes, saturated codes, the values of codes.
 
 Nothing here waits for a GPU. On a CPU everything runs over parts of the rows, with temporaries of a few megabytes: the
 operating system would map and clear temporaries as large as the tensors again and again, which can take longer than the
@@ -62,13 +62,13 @@ def block_amaxes(x: Tensor, size: int) -> Tensor:
 
 
 def square_amaxes(x: Tensor, size: int) -> Tensor:
-    """The same of squares, ``[ceil(M/size), ceil(K/size)] float32``."""
+    """The same for squares, ``[ceil(M/size), ceil(K/size)] float32``."""
     amaxes = block_amaxes(x, size)
     return F.pad(amaxes, (0, 0, 0, -len(amaxes) % size)).unflatten(0, (-1, size)).amax(1)
 
 
 def largest(amaxes: Tensor) -> Tensor:
-    """Of all blocks, ``[] float32``; 0 without any."""
+    """The largest amax of all blocks, ``[] float32``; 0 if there are none."""
     return amaxes.amax() if amaxes.numel() else amaxes.new_zeros(())
 
 
@@ -85,7 +85,7 @@ def largest_of_blocks(x: Tensor, counts: Sequence[int], block: int) -> Tensor:
 
 
 def of_rows(scales: Tensor, size: int, rows: int) -> Tensor:
-    """Scales of squares, repeated for each row of a matrix; those of rows as they are."""
+    """Scales of squares, repeated for each row of a matrix; scales of rows stay unchanged."""
     return scales if len(scales) == rows else scales.repeat_interleave(size, 0)[:rows]
 
 
@@ -98,7 +98,7 @@ def per_element(scales: Tensor, size: int, x: Tensor) -> Tensor:
 
 
 def by_columns(codes: Tensor) -> Tensor:
-    """Codes ``[M, K]`` -> those of the transpose, contiguous, rows padded with zeros; of a stack, those of each."""
+    """Codes ``[M, K]`` -> codes of the transpose, contiguous, rows padded with zeros; for a stack, of each matrix."""
     *stack, rows, width = codes.shape
     columns = codes.new_empty(*stack, *columns_shape(rows, width))
     columns[..., :rows] = codes.mT
@@ -107,7 +107,7 @@ def by_columns(codes: Tensor) -> Tensor:
 
 
 def values(codes: Tensor, fmt: Fp8Format) -> Tensor:
-    """What codes stand for: ``[*] uint8`` -> ``[*] float32``."""
+    """The values of codes: ``[*] uint8`` -> ``[*] float32``."""
     return codes.view(fmt.dtype).float()
 
 

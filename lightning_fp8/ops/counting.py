@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_fp8.scalings.operand import Slot
 
 _CHUNK_ELEMENTS = 1 << 18
-# about so many rows of a tensor are compared with their cast
+# about how many rows of a tensor are compared with their cast
 SAMPLED_ROWS = 64
 
 
@@ -27,10 +27,10 @@ class CastCounts:
     Attributes:
         values: ``[R, 4] int64`` while counting, else None: how many elements were not NaN, saturated, not zero, and not
             zero but cast to zero, over all recording casts since :meth:`start`.
-        noise: ``[R, 2] float64`` while counting, else None: of a sample of rows of these casts, ``sum(x^2)`` and
-            ``sum((x_fp8 - x)^2)``.
-        exponents: ``[R, 2] float32`` while counting, else None: minus the smallest and the largest log2 of the
-            ``scale_inv`` of these casts' blocks, -inf where there is none: both are maxima.
+        noise: ``[R, 2] float64`` while counting, else None: ``sum(x^2)`` and ``sum((x_fp8 - x)^2)`` over a sample of
+            rows of these casts.
+        exponents: ``[R, 2] float32`` while counting, else None: the negated smallest, and the largest, log2 of
+            ``scale_inv`` over these casts' blocks; -inf where there is none. Negated, so that both are maxima.
     """
 
     values: Tensor | None
@@ -66,7 +66,7 @@ class CastCounts:
             self.values = self.noise = self.exponents = None
 
     def resize(self, tensors: int) -> None:
-        """The state has this many tensors now; what has been counted is dropped."""
+        """The state now has this many tensors; all counts are dropped."""
         self._tensors = tensors
         if self.values is not None:
             self._begin()
@@ -114,7 +114,7 @@ def sample_of(rows: int) -> slice:
 
 
 def note_noise(x: Tensor, of_codes: Tensor, slot: Slot) -> None:
-    """Add what rows of a tensor lose in its cast: x ``[S, K]``, and what its codes stand for, ``[S, K'] float32``."""
+    """Add the losses of rows in a cast: the rows x ``[S, K]``, and the values of their codes, ``[S, K'] float32``."""
     state = slot.live_state
     noise = None if state is None else state.model.counts.noise
     if noise is None or not x.numel():
@@ -127,7 +127,7 @@ def note_noise(x: Tensor, of_codes: Tensor, slot: Slot) -> None:
 def note_exponents(scale_inv: Tensor, slot: Slot) -> None:
     """Widen the tensor's range of exponents by these scales of blocks, ``[*] float32``; never waits for the device.
 
-    Blocks of zeros, whose scale_inv is below every normal number, and those that are NaN have no exponent.
+    Two kinds of blocks have no exponent: blocks of zeros, whose scale_inv is below every normal number, and NaN blocks.
     """
     state = slot.live_state
     exponents = None if state is None else state.model.counts.exponents

@@ -1,4 +1,4 @@
-"""The values of FP8 codes: on the CPU in fp32, exact, but for a power of two."""
+"""The values of FP8 codes on the CPU: in fp32, exact up to a power of two."""
 
 from __future__ import annotations
 

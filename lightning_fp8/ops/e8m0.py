@@ -30,7 +30,7 @@ def codes_of(amax: Tensor, fmt: Fp8Format) -> Tensor:
     """The scale_inv of blocks with these amaxes, ``[*] float32`` -> ``[*] uint8``: ``amax / FP8_MAX`` rounded up.
 
     Rounding up never clips: the block's largest value is at most ``FP8_MAX`` times the scale. 0 for an amax of 0, NaN
-    for one that is not finite.
+    for a non-finite amax.
     """
     bits = (amax * (1.0 / fmt.max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
@@ -85,23 +85,23 @@ def from_tiles(tiles: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def codes_of_powers(values: Tensor) -> Tensor:
-    """The codes of ``[*] float32`` that are powers of two of at least ``2**-127``; 0, to which a device may flush the
-    smallest of them, is taken for that."""
+    """The codes of powers of two, ``[*] float32``, of at least ``2**-127``. 0 counts as ``2**-127``, because a device
+    may flush that value to 0."""
     return (values.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def squares_to_tiles(codes: Tensor) -> Tensor:
-    """:func:`to_tiles` of squares ``[ceil(rows/32), blocks]``, each of whose codes is that of 32 rows."""
+    """:func:`to_tiles` for squares ``[ceil(rows/32), blocks]``, where each code serves 32 rows."""
     return to_tiles(codes.repeat_interleave(BLOCK, 0))
 
 
 def of_rows(codes: Tensor, rows: int) -> Tensor:
-    """Codes ``[*, rows, blocks]`` of those of each row, or of squares ``[*, ceil(rows/32), blocks]``."""
+    """Codes for each row, ``[*, rows, blocks]``, from codes for rows or for squares ``[*, ceil(rows/32), blocks]``."""
     return codes if codes.shape[-2] == rows else codes.repeat_interleave(BLOCK, -2)[..., :rows, :]
 
 
 def of_squares(codes: Tensor) -> Tensor:
-    """Codes ``[*, rows, blocks]`` as those of squares ``[*, ceil(rows/32), blocks]``; unchanged if they differ in one.
+    """Codes ``[*, rows, blocks]`` as codes of squares ``[*, ceil(rows/32), blocks]``; unchanged if a square has two.
 
     Squares have the same codes in both orders of a weight. Waits for a GPU.
     """

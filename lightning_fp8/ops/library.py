@@ -1,4 +1,4 @@
-"""What watches operators now: compilers, tracers, transforms, modes; and whether the CUDA functions run on a tensor."""
+"""What watches operators now: compilers, tracers, transforms, modes; and whether CUDA functions run on a tensor."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def is_exporting() -> bool:
 def refuse_transforms() -> None:
     """Raise a RuntimeError in forward-mode differentiation and in the gradients of ``torch.func``.
 
-    Operators would return zero tangents in the former. The latter do not reach the gradients of an operator, and copies
-    of weights, which outlive them, would be their wrappers.
+    In forward mode, operators would return zero tangents. ``torch.func`` does not reach the gradients of an operator,
+    and kept copies of weights would be wrappers of a transform that has ended.
     """
     in_grad = any(interpreter.key() == TransformType.Grad for interpreter in get_interpreter_stack() or ())
     if in_grad or forward_ad._current_level >= 0:

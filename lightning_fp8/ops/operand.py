@@ -60,10 +60,10 @@ def refuse_recording_export(record: bool) -> None:
 
 
 class Groups(NamedTuple):
-    """Which rows belong to which of E groups, each of which multiplies with a weight of its own.
+    """Which rows belong to which of E groups. Each group multiplies with its own weight.
 
-    T rows, sorted by group, lie in P >= T rows: those of a group begin at a multiple of 128, and zeros follow them up
-    to the next one. A group may have no row. All tensors are on the device, and the host reads none of them.
+    T rows, sorted by group, lie in P >= T rows: the rows of a group begin at a multiple of 128, and zeros follow them
+    up to the next multiple. A group may have no row. All tensors are on the device, and the host reads none of them.
 
     Attributes:
         position: ``[T] int64``, the place of each row among the P.
@@ -82,13 +82,13 @@ class Groups(NamedTuple):
 
 
 def columns_shape(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the payload by columns of a tensor with this many rows and columns: padded with zeros to a multiple
-    of 16 rows. Of two operands of a product, the shorter K is the true one."""
+    """The shape of the payload by columns of a tensor with this many rows and columns; rows are padded with zeros to a
+    multiple of 16. The true K of a product is the smaller K of its operands."""
     return columns, -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def as_stack(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.stack(parts)``; a view, where contiguous parts lie side by side in one memory."""
+    """``torch.stack(parts)``; a view if the parts are contiguous and adjacent in memory."""
     first = parts[0]
     if not torch.compiler.is_compiling() and not first.is_meta:
         at, size, memory = first.storage_offset(), first.numel(), first.untyped_storage().data_ptr()

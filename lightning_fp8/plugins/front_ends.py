@@ -62,7 +62,7 @@ class FrontEnd(NamedTuple):
             *owners, name = path.split(".")
             owner: Any = _module(f"{self.package}.{module}".removesuffix("."))
             for part in owners:
-                # the annotations are those of the function inside its decorators
+                # the annotations belong to the function inside its decorators
                 owner = getattr(inspect.unwrap(owner), part, None)
             old = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
             yield f"{module}.{path}".removeprefix("."), old, owner, name, make

@@ -25,7 +25,7 @@ class Fp8Config:
 
     Attributes:
         recipe: how scales are computed.
-        min_features: the conversion left layers with fewer input or output features alone.
+        min_features: layers with fewer input or output features stay plain.
         frozen_weights: whether frozen weights keep a master, ``"master"``, or only their FP8 cast, ``"fp8"``.
         overrides: by ``fnmatch`` pattern on module paths, ``"fp8"`` or ``"bf16"`` for some products in place of the
             recipe's precision; later ones win.

@@ -27,7 +27,7 @@ def tensor_statistics(state: ScalingState, reduce: Callable[[Tensor, str], Tenso
     It takes one copy from the device.
 
     Args:
-        state: the scaling state; fractions and exponents are those of ``state.cast_counts``.
+        state: the scaling state; fractions and exponents come from ``state.cast_counts``.
         reduce: takes a tensor that this process has counted, and ``"sum"`` or ``"max"``; returns the sum or maximum
             over all processes. Amaxes are already reduced.
     """
@@ -99,7 +99,7 @@ def by_role(values: Tensor) -> dict[str, Tensor]:
 
 
 def scales_in_words(state: ScalingState) -> list[str]:
-    """The scales of the first module's three tensors, each as a line; a tensor that was not cast has none."""
+    """The scales of the first module's three tensors, one line each; skips a tensor that was not cast."""
     lines = []
     for role in LAYOUT:
         row = state.row_of(0, role)

@@ -386,7 +386,7 @@ class Scaling(ABC):
                 note_exponents(self.exponents(operand), slot)
 
     def cast_by(self, operator: CastOperator, x: Tensor, slot: Slot, want: Want) -> Cast:
-        """The cast of x by an operator, which compilers see; its results are those of ``products.as_results``."""
+        """The cast of x by an operator, which compilers see; see ``products.as_results`` for the operator's results."""
         codes, turned, scale_inv, turned_inv = operator(x, slot, want.rows, want.columns)
         by_columns, scaling = None, self.multiplied_as(x.device)
         if want.columns:

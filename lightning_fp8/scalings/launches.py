@@ -42,7 +42,7 @@ def _read(x: Computed, block: int) -> _Read | None:
     return first.contiguous(), up[0].contiguous() if up else None, dy, is_packed
 
 
-# uninitialised codes, by shape and strides; of torch's ways to allocate, the one that takes the least host time
+# allocates uninitialised codes, by shape and strides; this torch function takes the least host time
 _new_codes = functools.partial(empty_strided, dtype=torch.uint8)
 
 # Casts with one scale
@@ -262,7 +262,7 @@ def measure_weights(of: Sequence[Tensor]) -> Tensor:
 
 
 def by_rows(x: Tensor) -> tuple[Tensor, bool]:
-    """x with elements of a row side by side; or its transpose and True, whose codes are those of x, swapped."""
+    """x with the elements of a row side by side; or its transpose, and True: its rows and columns are then swapped."""
     if x.stride(1) != 1 and x.stride(0) == 1 and not (x.shape[0] | x.shape[1]) % ALIGNMENT:
         return x.t(), True
     return _rows_apart(x), False

@@ -149,9 +149,9 @@ def _in_tiles(operand: Operand) -> Operand:
 class MXScaling(Recipe):
     """MXFP8: 32 elements along the sum of a product share a scale, a power of two in one byte. All tensors are E4M3.
 
-    A scale is that of the block's largest value, rounded up, so nothing is clipped; nothing depends on earlier steps.
-    The two payloads of a tensor are two casts, each with scales along its own rows. The logged ``amax`` is the largest
-    value of a tensor, and the logged ``scale`` that of the block that holds it. A block with an infinity or NaN is NaN.
+    A scale follows from the block's largest value, rounded up, so nothing is clipped; nothing depends on earlier steps.
+    Each of a tensor's two payloads is cast by itself, with scales along its own rows. The logged ``amax`` is a tensor's
+    largest value, and the logged ``scale`` belongs to the block that holds it. A block with an infinity or NaN is NaN.
 
     Args:
         weight_blocks: the blocks of a weight. With ``(1, 32)``, as in the published recipe, forward and backward see

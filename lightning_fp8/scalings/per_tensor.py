@@ -35,7 +35,7 @@ class PerTensor(OneScale):
     """``scale = FP8_MAX / (amax * 2**margin)``; ``scale_inv`` is ``[] float32``.
 
     Attributes:
-        delayed: in training, amax is that of past steps, once there are any.
+        delayed: whether, in training, amax comes from past steps, once there are any.
         margin: powers of two kept free above the largest value. With ``delayed``, only above past values, because own
             values cannot clip. Never in evaluation.
     """
@@ -256,14 +256,14 @@ class CurrentScaling(_TensorScaling):
 
     A cast first measures the tensor, which is one more read of it. Nothing depends on earlier steps: no value is
     clipped, and a spike affects no later step. In evaluation the scale is rounded down to a power of two, without a
-    margin. The logged ``scale`` and ``amax`` are those of the largest values of the last step.
+    margin. The logged ``scale`` and ``amax`` belong to the largest values of the last step.
 
     Args:
         margin: powers of two kept free above the largest value of an input or gradient, an integer from 0 to 127.
         fp8_format: ``"HYBRID"``: E4M3 forward, E5M2 for the gradient of the output. ``"E4M3"``: E4M3 everywhere.
         fprop: as in :class:`DelayedScaling`.
-        dgrad: likewise.
-        wgrad: likewise.
+        dgrad: as in :class:`DelayedScaling`.
+        wgrad: as in :class:`DelayedScaling`.
 
     Raises:
         ValueError: for an invalid field; the message has the field, the rule and the value.

@@ -136,7 +136,7 @@ def misfits_of_metadata(
 
 
 def misfits_of_names(placed: Placed, own: Tensors, stored: Mapping[str, Stored]) -> Misfits:
-    """Each tensor of the model, or one that it is tied to, is in the file, and the file has no other tensors."""
+    """Each tensor of the model, or a tensor tied to it, is in the file, and the file has no other tensors."""
     yield "cannot be put together as transformers' rules for the model say", placed.unmerged
     there = {memory_of(tensor) for name, tensor in own.items() if name in placed.shapes}
     lacking = (name for name, tensor in own.items() if name not in placed.shapes and memory_of(tensor) not in there)
