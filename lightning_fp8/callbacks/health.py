@@ -294,6 +294,8 @@ class Verdict:
 
     def __str__(self) -> str:
         size = f"{self.layers} layers, {self.steps:,} steps"
+        if not self.layers and self.status == "healthy":
+            return "FP8: no layer has run in FP8"
         if self.status == "healthy":
             return f"FP8: healthy ({size})"
         groups = self.groups

@@ -244,7 +244,7 @@ def test_a_phone_in_both_colour_schemes(browser: Browser, tmp_path: Path, scheme
 def test_two_runs_render_without_a_complaint(opened_runs: Opened, trained: tuple[Path, list[Run]]) -> None:
     opened, (fp8, bf16) = opened_runs, trained[1]
     page = opened.page
-    assert page.title() == "FP8 report: fp8-delayed/version_0, bf16-mixed/version_0"
+    assert page.title() == ("FP8 report: fp8-delayed/version_0, FP8: healthy (5 layers, 8 steps), bf16-mixed/version_0")
     first, other = page.locator("h1").all_text_contents()
     assert first == fp8.health["text"].splitlines()[0]
     assert "no layer runs in FP8 under precision bf16-mixed" in other

@@ -11,6 +11,7 @@ from lightning_fp8.runtime.program import program
 from lightning_fp8.tools.report.page import write_page
 from lightning_fp8.tools.report.pictures import write_pictures
 from lightning_fp8.tools.report.runs import ReadError, read_runs
+from lightning_fp8.tools.report.verdict import headline
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         runs = read_runs(options.runs)
         for run in runs:
-            print(f"{run.name}: {run.note}")
+            print(f"{run.name}: {run.note}", headline(run), sep="\n")
         write_page(runs, page)
         written = write_pictures(runs, pictures)
     except ReadError as error:

@@ -29,7 +29,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     templates = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     curves = curve_chart(runs)
     page = templates.get_template("page.html").render(
-        title="FP8 report: " + ", ".join(run.name for run in runs),
+        title="FP8 report: " + ", ".join(f"{run.name}, {headline(run)}" if run.health else run.name for run in runs),
         plotly=get_plotlyjs(),
         runs=[_of_run(run, number) for number, run in enumerate(runs)],
         curves=curves and drawn(curves, "curves-chart"),
