@@ -193,6 +193,8 @@ def estimate(
         TypeError: for an argument that it does not have.
         RuntimeError: for a model that does not run without values; it names the operator.
     """
+    # before the model runs
+    gpu_named(gpu)
     return Estimator(model, batch, **settings).estimate(gpu, recipe, compiled, strategy, gpus)
 
 
@@ -249,6 +251,8 @@ class Estimator:
         check_recipe(device, of_recipe.precision)
         if strategy is not None:
             check_choice("`strategy`", strategy, STRATEGIES)
+            if gpus < 1:
+                raise ValueError(f"`gpus` must be at least 1, got {gpus}.")
         pricing = Pricing(device, compiled, gpus if strategy else 1, strategy == "fsdp")
         case = _Case(self.step, pricing, of_recipe.precision, self._in_fp8(of_recipe))
         slower = [name for name in case.in_fp8 if case.gain_of(name) < 0]

@@ -96,7 +96,7 @@ def check_patterns_among(modules: Sequence[tuple[str, nn.Module]], patterns: Seq
     for pattern in as_patterns(patterns, argument):
         if not any(matches(path, (pattern,)) for path, _ in modules):
             hint = _meant(pattern, [path for path, _ in modules])
-            own = [path for path, layer in modules if next(layer.parameters(recurse=False), None) is not None]
+            own = [path for path, layer in modules if path and next(layer.parameters(recurse=False), None) is not None]
             raise ValueError(
                 f"The `{argument}` pattern {pattern!r} matches no module of {type(modules[0][1]).__name__}."
                 f" Its layers are: {', '.join(own[:10])}{', ...' if len(own) > 10 else ''}.{hint}"

@@ -175,6 +175,7 @@ def test_it_prints_as_one_screen_and_as_plain_values() -> None:
         ({"recipe": "fp8-mx"}, "H100 SXM cannot run 'fp8-mx'. H100 SXM runs fp8-delayed, fp8-current, fp8-block."),
         ({"recipe": "fp8-delyed"}, "Did you mean 'fp8-delayed'"),
         ({"strategy": "deepspeed"}, "`strategy` must be "),
+        ({"strategy": "ddp", "gpus": 0}, "`gpus` must be at least 1, got 0."),
         ({"min_features": 10**6}, "There is nothing to convert in Sequential"),
         ({"ignore_modules": ["blocks"]}, "'blocks'"),
     ],
