@@ -375,6 +375,7 @@ def _with_trainer(model: nn.Module) -> Iterator[None]:
     if trainer is None:
         with quietly():
             model.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+            model.trainer.training = True
     for name in {"log", "log_dict"} - own:
         vars(model)[name] = lambda *_, **__: None
     try:

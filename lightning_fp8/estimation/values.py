@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isinf
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _MOST_ELEMENTS = 2**20
 
 class FollowedValues(TorchDispatchMode):
     """Also computes operators on integers and booleans with real values, so that a model can read the results.
+
+    Tests for inf and NaN find none.
 
     Args:
         mode: the mode that makes the fake tensors.
@@ -50,7 +53,11 @@ class FollowedValues(TorchDispatchMode):
         of_result = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if "empty" in function.__name__ or torch.Tag.nondeterministic_seeded in function.tags:
             return result
-        if of_result and all(map(_is_followed, of_result)) and self._knows(args, kwargs):
+        is_finite = _if_all_are_finite(function, args)
+        if is_finite is not None and _is_followed(result):
+            with unset_fake_temporarily():
+                self._real[result] = torch.full(result.shape, is_finite)
+        elif of_result and all(map(_is_followed, of_result)) and self._knows(args, kwargs):
             with_values = tree_leaves(self._run(function, args, kwargs))
             for fake, real in zip(tree_leaves(result), with_values):
                 if isinstance(real, torch.Tensor):
@@ -84,6 +91,21 @@ class CopiedInDepth(TorchFunctionMode):
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return memo[id(tensor)]
+
+
+def _if_all_are_finite(function: Any, args: Any) -> bool | None:
+    """What a test for inf or NaN gives if there is none; None for other operators."""
+    packet = function._overloadpacket
+    if packet in (torch.ops.aten.isnan, torch.ops.aten.isinf):
+        return False
+    if packet not in (torch.ops.aten.eq, torch.ops.aten.ne) or not args[0].is_floating_point():
+        return None
+    # a number is equal to itself, and not to inf
+    if args[1] is args[0]:
+        return bool(packet is torch.ops.aten.eq)
+    if isinstance(args[1], float) and isinf(args[1]):
+        return bool(packet is torch.ops.aten.ne)
+    return None
 
 
 def _is_followed(tensor: torch.Tensor) -> bool:

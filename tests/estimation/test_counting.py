@@ -165,6 +165,7 @@ def test_a_lightning_module_is_counted_by_its_training_step() -> None:
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
             x, y = batch
+            assert self.trainer.training
             loss = nn.functional.mse_loss(self.layer(x), y)
             self.log("loss", loss * self.trainer.accumulate_grad_batches)
             return {"loss": loss}
@@ -236,6 +237,8 @@ def test_integers_of_the_batch_are_followed() -> None:
 
         def forward(self, x: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
             x = x[:, : int(copy.deepcopy(lengths).max())]
+            if not x.isfinite().all() or torch.isnan(x).any() or x.isinf().any():
+                raise ValueError
             x = x if mask.all() else x[mask.any(1).nonzero().flatten()]
             return self.layer(x)
 
