@@ -38,7 +38,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import append
-from lightning_fp8.estimation.costs import Constants, Implementation, Pricing
+from lightning_fp8.estimation.costs import OURS, Constants, Implementation, Pricing
 from lightning_fp8.estimation.counting import Step, count
 from lightning_fp8.estimation.devices import GPUS
 from lightning_fp8.estimation.estimate import PAYS, Estimator, size_of_products, spread
@@ -150,7 +150,8 @@ def _implementation(row: dict[str, Any]) -> Implementation | None:
     name = row["implementation"]
     if name == "torchao" and row.get("compiled") is False:
         name = "torchao eager"
-    return IMPLEMENTATIONS.get((name, row["recipe"]))
+    # rows of ours have our precision strings as recipes
+    return OURS.get(row["recipe"]) if name == "lightning_fp8" else IMPLEMENTATIONS.get((name, row["recipe"]))
 
 
 def _is_built(model: dict[str, Any]) -> bool:
