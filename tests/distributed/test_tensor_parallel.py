@@ -165,7 +165,7 @@ result["scales"] = [scaling_state(model).scale.clone() for model in (eager, comp
 def test_what_does_not_work_says_so(device: str, tmp_path: Path) -> None:
     body = """
 from torch.distributed.tensor import Replicate
-from lightning_fp8 import fall_back
+from lightning_fp8.conversion import fall_back
 
 
 def message(function):
