@@ -2,8 +2,8 @@
 
     python -m benchmarks.published [--fit] [--sizes] [--out FILE]
 
-Each row says where a number was published, of which model or layer, on which device, by which recipe and
-implementation. Two rules were written down before any constant was fitted.
+Each row is a published number with its source, model or layer, device, recipe and implementation. Two rules were
+written down before any constant was fitted.
 
 **What is compared**: training (forward and backward, or whole steps) of single linear layers, and of models on one
 device or data-parallel on at most 8 of one machine, on a device of the table, by an implementation described in
@@ -38,32 +38,33 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import append
+from lightning_fp8.estimation.case import size_of_products, spread
 from lightning_fp8.estimation.costs import OURS, Constants, Implementation, Pricing
 from lightning_fp8.estimation.counting import Step, count
 from lightning_fp8.estimation.devices import GPUS
-from lightning_fp8.estimation.estimate import PAYS, Estimator, size_of_products, spread
+from lightning_fp8.estimation.estimate import PAYS, Estimator
 from lightning_fp8.ops.formats import PRODUCTS
 from lightning_fp8.tools.tables import aligned, markdown_table
 
 ROWS = Path(__file__).with_name("published.jsonl")
 DEVICES = {"h100-sxm": "h100"}
 # Passes over memory as the sources of these packages make them: see Implementation. TransformerEngine casts to both
-# layouts at once, and keeps a weight's cast over micro-batches. torchao casts each operand of each product for itself;
-# compiled, a cast is one or two passes, and in eager mode one for each operator.
+# layouts at once. torchao casts each operand of each product for itself; compiled, a cast is one or two passes, and in
+# eager mode one for each operator.
 IMPLEMENTATIONS = {
-    ("te", "tensorwise-delayed"): Implementation(4, 4, True, 20, 4),
-    ("te", "tensorwise-current"): Implementation(6, 6, True, 24, 6),
-    ("te", "block-1x128"): Implementation(4.1, 4, True, 24, 4, speed=0.83),
-    ("te", "mxfp8"): Implementation(4.1, 4, True, 24, 4),
-    ("torchao", "tensorwise-delayed"): Implementation(6, 6, False, 60, 6),
-    ("torchao", "tensorwise-current"): Implementation(8, 8, False, 60, 6),
-    ("torchao", "rowwise"): Implementation(8, 8, False, 70, 6, speed=0.9),
-    ("torchao", "mxfp8"): Implementation(6.2, 6.2, False, 60, 6),
-    ("torchao eager", "rowwise"): Implementation(60, 60, False, 70, 60, speed=0.9),
-    ("own:torchao-triton-nocompile", "tensorwise-current"): Implementation(8, 8, False, 40, 9),
-    ("own:kohakuwullm", "mxfp8"): Implementation(6.2, 6.2, True, 40, 6),
+    ("te", "tensorwise-delayed"): Implementation(4, 4, 20, 4),
+    ("te", "tensorwise-current"): Implementation(6, 6, 24, 6),
+    ("te", "block-1x128"): Implementation(4.1, 4, 24, 4, speed=0.83),
+    ("te", "mxfp8"): Implementation(4.1, 4, 24, 4),
+    ("torchao", "tensorwise-delayed"): Implementation(6, 6, 60, 6),
+    ("torchao", "tensorwise-current"): Implementation(8, 8, 60, 6),
+    ("torchao", "rowwise"): Implementation(8, 8, 70, 6, speed=0.9),
+    ("torchao", "mxfp8"): Implementation(6.2, 6.2, 60, 6),
+    ("torchao eager", "rowwise"): Implementation(60, 60, 70, 60, speed=0.9),
+    ("own:torchao-triton-nocompile", "tensorwise-current"): Implementation(8, 8, 40, 9),
+    ("own:kohakuwullm", "mxfp8"): Implementation(6.2, 6.2, 40, 6),
     # C++ and CUDA, where the steps of hundreds of thousands of tokens are CUDA graphs
-    ("own:llmq", "tensorwise-current"): Implementation(6, 6, True, 0, 5),
+    ("own:llmq", "tensorwise-current"): Implementation(6, 6, 0, 5),
 }
 _GROUPS = ("linear layers", "models, some without a gain", "models that gain")
 # layers, width, and sequences of 2,048 tokens

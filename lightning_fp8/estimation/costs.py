@@ -7,7 +7,7 @@ implementations (``benchmarks/published.jsonl``) are thus estimated with their c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import ceil
 
 from lightning_fp8.estimation.counting import Attention, Elementwise, MatrixProduct, Operator, Step
@@ -50,7 +50,6 @@ class Implementation:
     Attributes:
         activation: bytes moved to cast an element of an input or an output's gradient, for both of its products.
         weight: bytes moved to cast an element of a weight.
-        caches_weights: whether a weight is cast once for each optimizer step, rather than for each micro-batch.
         host: additional host time of a layer over bf16, for forward and backward in eager mode, in operators.
         kernels: additional kernels of a layer over bf16, for forward and backward.
         speed: the speed of its products, relative to one scale for each operand.
@@ -58,7 +57,6 @@ class Implementation:
 
     activation: float
     weight: float
-    caches_weights: bool
     host: float
     kernels: float
     speed: float = 1.0
@@ -66,10 +64,10 @@ class Implementation:
 
 # A cast for both products reads 2 bytes and writes 1 in each layout. One from its own values reads it twice.
 OURS = {
-    "fp8-delayed": Implementation(4, 6, True, 12, 3),
-    "fp8-current": Implementation(6, 6, True, 14, 5),
-    "fp8-block": Implementation(4.1, 6, True, 12, 3, speed=0.83),
-    "fp8-mx": Implementation(4.1, 6, True, 12, 3),
+    "fp8-delayed": Implementation(4, 6, 12, 3),
+    "fp8-current": Implementation(6, 6, 14, 5),
+    "fp8-block": Implementation(4.1, 6, 12, 3, speed=0.83),
+    "fp8-mx": Implementation(4.1, 6, 12, 3),
 }
 
 
@@ -215,7 +213,3 @@ class Pricing:
     def _moves(self, number: float) -> float:
         """Seconds that the memory takes to move this many bytes."""
         return number / (self.gpu.bandwidth * 1e9 * self.constants.bandwidth)
-
-    def with_constants(self, **values: float) -> Pricing:
-        """The same with other constants."""
-        return replace(self, constants=replace(self.constants, **values))

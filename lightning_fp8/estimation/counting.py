@@ -60,7 +60,6 @@ class Attention:
     """Scaled dot product attention in one kernel, which keeps no matrix of scores."""
 
     flops: float
-    head: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         taken = args
         if function._overloadpacket is aten._grouped_mm:
             # autocast does so on a GPU only, and the operator takes nothing else
-            taken = tuple(value.bfloat16() if _is_float(value) else value for value in args)
+            taken = tuple(matrix.bfloat16() for matrix in args[:2]) + tuple(args[2:])
         result = function(*taken, **(kwargs or {}))
         self._record(function, args, kwargs or {}, result)
         return result
@@ -267,7 +266,7 @@ class _Attention(torch.autograd.Function):
 def _attention(query: torch.Tensor, key: torch.Tensor, backward: bool, causal: bool = False) -> Attention:
     # two products of (queries, head) and (keys, head) in forward, five in backward
     flops = 4.0 * query.numel() * key.shape[-2] * (2.5 if backward else 1) * (0.5 if causal else 1)
-    return Attention(flops, query.shape[-1])
+    return Attention(flops)
 
 
 class _Training(nn.Module):
@@ -332,13 +331,14 @@ def count(model: nn.Module, batch: Any) -> Step:
                 values.follow(made, value)
             return made
 
-        tensors = {f"model.{name}": _fake(tensor) for name, tensor in model.named_parameters()}
-        recorder = _Recorder({name.partition(".")[2]: tensor for name, tensor in tensors.items()})
-        buffers = {f"model.{name}": fake(tensor) for name, tensor in model.named_buffers()}
+        parameters = {name: _fake(tensor) for name, tensor in model.named_parameters()}
+        buffers = {name: fake(tensor) for name, tensor in model.named_buffers()}
+        recorder = _Recorder(parameters)
         training, batch = _Training(model, recorder), tree_map(fake, batch)
+        tensors = {f"model.{name}": tensor for name, tensor in {**parameters, **buffers}.items()}
         with _attention_as_one(recorder), _with_trainer(model), values, CopiedInDepth():
             try:
-                torch.func.functional_call(training, {**tensors, **buffers}, (batch,))
+                torch.func.functional_call(training, tensors, (batch,))
             except NothingToTrainError:
                 raise
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -354,12 +354,11 @@ def count(model: nn.Module, batch: Any) -> Step:
                     f"{type(model).__name__}.{called} failed in the estimate, after {recorder.last}, with"
                     f" {type(error).__name__}: {error}\n{_HOW_CALLED}"
                 ) from error
-    of_model = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-    trained = [tensor for tensor in of_model.values() if tensor.requires_grad]
+    trained = [tensor for tensor in parameters.values() if tensor.requires_grad]
     return Step(
         +recorder.operators,
         list(recorder.inputs()),
-        {name: tensor.numel() for name, tensor in of_model.items()},
+        {name: tensor.numel() for name, tensor in parameters.items()},
         sum(tensor.numel() for tensor in trained),
         sum(tensor.numel() * tensor.element_size() for tensor in trained),
     )
@@ -374,7 +373,7 @@ def _with_trainer(model: nn.Module) -> Iterator[None]:
     trainer, own = model._trainer, vars(model).keys() & {"log", "log_dict"}
     if trainer is None:
         with quietly():
-            model.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+            model.trainer = idle_trainer()
             model.trainer.training = True
     for name in {"log", "log_dict"} - own:
         vars(model)[name] = lambda *_, **__: None
@@ -384,6 +383,11 @@ def _with_trainer(model: nn.Module) -> Iterator[None]:
         for name in {"log", "log_dict"} - own:
             del vars(model)[name]
         model._trainer = trainer
+
+
+def idle_trainer() -> Trainer:
+    """A Trainer for modules that ask for theirs. It runs nothing and writes nothing."""
+    return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 
 
 @contextmanager
@@ -401,10 +405,6 @@ def _fake(value: Any) -> Any:
         return value
     fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     return nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_fp8.cli import Fp8CLI
-from lightning_fp8.estimation.counting import quietly
+from lightning_fp8.estimation.counting import idle_trainer, quietly
 from lightning_fp8.estimation.devices import GPUS, gpu_named
 from lightning_fp8.estimation.estimate import STRATEGIES, Estimate, Estimator
 from lightning_fp8.plugins.fp8 import Fp8Precision
@@ -40,7 +40,7 @@ class _Configuration(Fp8CLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+        return idle_trainer()
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
@@ -115,7 +115,7 @@ def _values(result: Estimate | ValueError) -> dict[str, Any]:
 
 
 def _table(results: dict[str, Estimate | ValueError]) -> str:
-    """A line for each device, the fastest first within what runs."""
+    """A line for each device, and below why some have no estimate."""
     lines: list[tuple[str, ...]] = [("--gpu", "estimate", "range", "bf16", "FP8")]
     notes = []
     for name, result in results.items():

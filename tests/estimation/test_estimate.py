@@ -13,10 +13,10 @@ from warm import run_warm
 
 import benchmarks.published as published
 from lightning_fp8 import CurrentScaling, DelayedScaling, convert, estimate
+from lightning_fp8.estimation.case import scaled
 from lightning_fp8.estimation.costs import Constants, Implementation, Pricing
 from lightning_fp8.estimation.counting import Elementwise, MatrixProduct, Step, count
 from lightning_fp8.estimation.devices import GPUS, SOURCES, Gpu
-from lightning_fp8.estimation.estimate import scaled
 from lightning_fp8.examples import ByteGPT
 
 ROUND = Gpu("round", 100.0, 200.0, 1000.0, 80, 100, 100.0, (9, 0), "H100")
@@ -42,7 +42,7 @@ def test_products_casts_optimizer_and_copies_by_hand() -> None:
     bf16 = Pricing(ROUND, constants=EXACT).step(step)
     # fprop and wgrad fill the device by 128 x 256; dgrad and wgrad are divided into tiles that do not, and take longer
     assert Pricing(ROUND, constants=EXACT).operator(MatrixProduct(m, n, k)) == pytest.approx(product / 100e12)
-    fp8 = Implementation(4, 6, True, 0, 0)
+    fp8 = Implementation(4, 6, 0, 0)
     assert Pricing(ROUND, constants=EXACT).operator(MatrixProduct(m, n, k), fp8) == pytest.approx(product / 200e12)
     # AdamW reads and writes three tensors and reads the gradient, in fp32
     assert bf16.optimizer == pytest.approx(7 * 4 * n * k / 1000e9)
@@ -65,7 +65,7 @@ def test_communication_by_hand(sharded: bool) -> None:
     # a sum of gradients in fp32 sends each twice; FSDP scatters the sum once and gathers bf16 parameters twice
     sent = (4 + 2 * 2 * 2) if sharded else 8
     assert pricing.step(step).communication == pytest.approx(sent * 3 / 4 * 1e9 / 100e9)
-    gathered = pricing.step(step, {"a": frozenset(("fprop",))}, Implementation(0, 0, True, 0, 0), gathers_fp8=True)
+    gathered = pricing.step(step, {"a": frozenset(("fprop",))}, Implementation(0, 0, 0, 0), gathers_fp8=True)
     assert gathered.communication == pytest.approx((sent - 2 * sharded) * 3 / 4 * 1e9 / 100e9)
     # each device updates its shard
     assert pricing.step(step).optimizer == pytest.approx(28e9 / (4 if sharded else 1) / 1000e9)
@@ -76,7 +76,7 @@ def test_the_host_decides_where_it_is_slower() -> None:
     step.operators[Elementwise("add", 1000)] = 100
     step.operators[MatrixProduct(16, 16, 16, weight="w")] = 10
     pricing = Pricing(ROUND, constants=Constants(operator=1e-5, compiled=0.1))
-    implementation = Implementation(4, 6, True, 12, 3)
+    implementation = Implementation(4, 6, 12, 3)
     in_fp8 = {"w": frozenset(("fprop",))}
     assert pricing.step(step).total == pytest.approx(110e-5)
     assert pricing.step(step, in_fp8, implementation).total == pytest.approx((110 + 12 * 10) * 1e-5)
